@@ -1,0 +1,1 @@
+"""Process groups: start-up and shutdown, the choice of a backend, and the backends written here."""

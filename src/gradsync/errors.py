@@ -1,0 +1,37 @@
+"""The exceptions that gradsync raises for its user.
+
+Every message says what happened, what was seen, what was expected and what to do about it, and
+names the rank where ranks matter. Nothing here imports torch.
+"""
+
+
+class GradsyncError(Exception):
+    """Base of everything that gradsync raises on purpose."""
+
+
+class ConfigError(GradsyncError, ValueError):
+    """An option or argument has a value that cannot work; the command line exits with code 2."""
+
+
+class DataError(GradsyncError):
+    """A data file is missing, empty, damaged, foreign or too short."""
+
+
+class CheckpointError(GradsyncError):
+    """A checkpoint or run folder is missing, damaged, or belongs to another configuration."""
+
+
+class ContractError(GradsyncError, RuntimeError):
+    """The ranks do not hold the same model, so their gradients cannot be averaged."""
+
+
+class ReducerFailedError(GradsyncError, RuntimeError):
+    """A pass could not be completed; the engine runs no further collective until it is reset."""
+
+
+class BackendError(GradsyncError, RuntimeError):
+    """A process group could not be started, or was lost while it was used."""
+
+
+class MissingExtraError(GradsyncError, ImportError):
+    """An optional package is not installed; the message names the extra that brings it."""

@@ -1,0 +1,1 @@
+"""GPT-2 and its sampling; knows nothing of ranks."""

@@ -1,0 +1,1 @@
+"""Configuration, optimizer, checkpoints, evaluation and the training loop."""
