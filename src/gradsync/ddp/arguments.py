@@ -19,7 +19,11 @@ def check_module(module: Any) -> None:
     """Raise TypeError for something that is not an instance of ``torch.nn.Module``."""
     if isinstance(module, nn.Module):
         return
-    got = f"the class {module.__name__}; make an instance of it" if isinstance(module, type) else type(module).__name__
+    got = (
+        f"the class {module.__name__}; make an instance of it"
+        if isinstance(module, type)
+        else type(module).__name__
+    )
     raise TypeError(f"DistributedDataParallel wraps a torch.nn.Module, but got {got}")
 
 
@@ -56,15 +60,11 @@ def check_parameters_and_devices(
 ) -> str | None:
     """Return what is wrong with the module's parameters or with ``device_ids``; None if nothing is."""
     if not any(p.requires_grad for p in parameters):
-        return (
-            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
-        )
+        return "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
     devices = {p.device for p in parameters}
     types = {d.type for d in devices}
     if len(types) > 1:
-        return (
-            f"DistributedDataParallel's input module must be on the same type of devices, but its parameters are on {types}."
-        )
+        return f"DistributedDataParallel's input module must be on the same type of devices, but its parameters are on {types}."
     if device_ids is not None and len(device_ids) > 1:
         return "device_ids can only be None or contain a single element."
     if (device_ids or output_device) and (types == {"cpu"} or len(devices) > 1):

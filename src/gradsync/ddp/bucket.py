@@ -130,7 +130,9 @@ class Bucket:
         if not any(is_grad) and None not in grads:
             _copy_all(views, grads)
         else:
-            pairs = [(v, g) for v, g, own in zip(views, grads, is_grad, strict=True) if g is not None and not own]
+            pairs = [
+                (v, g) for v, g, own in zip(views, grads, is_grad, strict=True) if g is not None and not own
+            ]
             _copy_all([v for v, _ in pairs], [g for _, g in pairs])
             self.missing = [i for i, g in zip(self.plan.indices, grads, strict=True) if g is None]
             if self.missing:

@@ -46,7 +46,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 from torch.profiler import record_function
@@ -96,6 +95,7 @@ class Reducer:
         self.gradient_weight = 0.0
         self.hook: HookedCollective | None = None
         self.plan_changed: Callable[[], None] = lambda: None
+        self.on_failure: Callable[[], object] = lambda: None
         self.failure: str | None = None
         self._pass: weakref.ref[_EndOfBackward] | None = None
         self._is_open = False
@@ -134,7 +134,10 @@ class Reducer:
         words = num_words(len(self.specs), self.world_size)
         last = plan.buckets[-1] if plan.buckets else None
         self._words_ride = (
-            last is not None and last.dtype == torch.float32 and last.device.type == "cpu" and self.hook is None
+            last is not None
+            and last.dtype == torch.float32
+            and last.device.type == "cpu"
+            and self.hook is None
         )
         self._words = None if self._words_ride else torch.zeros(words)
         self.buckets = [
@@ -427,8 +430,12 @@ class Reducer:
         if len(set(changes)) <= 1:
             return
         self._drop_gradients()
-        mine = self._change if self._change is not None else list(zip(self.names, self.parameters, strict=True))
-        everyone = exchange_text(self.control_group, json.dumps(describe_parameters(mine)), torch.device("cpu"))
+        mine = (
+            self._change if self._change is not None else list(zip(self.names, self.parameters, strict=True))
+        )
+        everyone = exchange_text(
+            self.control_group, json.dumps(describe_parameters(mine)), torch.device("cpu")
+        )
         raise ContractError(
             f"rank {self.rank}: the ranks no longer train the same parameters: {first_difference(everyone)}; freeze, "
             f"unfreeze, replace or add parameters on all ranks alike, before the same step"
@@ -520,6 +527,7 @@ class Reducer:
     def _fail(self, error: BaseException) -> None:
         if self.failure is None:
             self.failure = f"{type(error).__name__}: {error}"
+            self.on_failure()
 
     def reset_after_failure(self) -> None:
         """Forget a failure and everything learned; to be called on all ranks, on a group that still works."""
