@@ -31,9 +31,7 @@ def choose_backend(requested: str = "auto") -> BackendChoice:
             return BackendChoice("nccl", f"{torch.cuda.device_count()} CUDA device(s)")
         return BackendChoice("gloo", "CUDA devices, but this torch is built without NCCL")
     if not dist.is_gloo_available():
-        raise ConfigError(
-            f"no backend for CPU tensors: this torch ({torch.__version__}) is built without gloo"
-        )
+        raise ConfigError(f"no backend for CPU tensors: this torch ({torch.__version__}) is built without gloo")
     return BackendChoice("gloo", f"CPU ranks on {sys.platform}")
 
 

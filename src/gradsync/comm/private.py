@@ -49,8 +49,7 @@ def borrow_group(parent: Group, device: torch.device, backend: str | None = None
     name = backend or dist.get_backend(parent)
     shelf = _shelves.setdefault(parent, {}).setdefault(name, _Shelf())
     everyone = [
-        json.loads(text)
-        for text in exchange_text(parent, json.dumps([sorted(shelf.free), len(shelf.groups)]), device)
+        json.loads(text) for text in exchange_text(parent, json.dumps([sorted(shelf.free), len(shelf.groups)]), device)
     ]
     common = set.intersection(*(set(free) for free, _ in everyone))
     if common:

@@ -19,11 +19,7 @@ def check_module(module: Any) -> None:
     """Raise TypeError for something that is not an instance of ``torch.nn.Module``."""
     if isinstance(module, nn.Module):
         return
-    got = (
-        f"the class {module.__name__}; make an instance of it"
-        if isinstance(module, type)
-        else type(module).__name__
-    )
+    got = f"the class {module.__name__}; make an instance of it" if isinstance(module, type) else type(module).__name__
     raise TypeError(f"DistributedDataParallel wraps a torch.nn.Module, but got {got}")
 
 
@@ -60,7 +56,9 @@ def check_parameters_and_devices(
 ) -> str | None:
     """Return what is wrong with the module's parameters or with ``device_ids``; None if nothing is."""
     if not any(p.requires_grad for p in parameters):
-        return "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
+        return (
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
+        )
     devices = {p.device for p in parameters}
     types = {d.type for d in devices}
     if len(types) > 1:

@@ -51,9 +51,7 @@ class FlatBuffer:
         if _storage_count(self.whole) > self.idle_storage_count:
             return True
         counts = map(sys.getrefcount, self.views)
-        return any(
-            now - own > idle for now, own, idle in zip(counts, num_own, self.idle_view_counts, strict=True)
-        )
+        return any(now - own > idle for now, own, idle in zip(counts, num_own, self.idle_view_counts, strict=True))
 
 
 class Bucket:
@@ -130,9 +128,7 @@ class Bucket:
         if not any(is_grad) and None not in grads:
             _copy_all(views, grads)
         else:
-            pairs = [
-                (v, g) for v, g, own in zip(views, grads, is_grad, strict=True) if g is not None and not own
-            ]
+            pairs = [(v, g) for v, g, own in zip(views, grads, is_grad, strict=True) if g is not None and not own]
             _copy_all([v for v, _ in pairs], [g for _, g in pairs])
             self.missing = [i for i, g in zip(self.plan.indices, grads, strict=True) if g is None]
             if self.missing:
@@ -184,9 +180,7 @@ class Bucket:
     def _make_buffer(self) -> FlatBuffer:
         plan = self.plan
         whole = self._allocate(plan.numel + self._tail_numel, plan.dtype, plan.device)
-        views = [
-            _view_at(whole, offset, spec) for offset, spec in zip(plan.offsets, self._specs, strict=True)
-        ]
+        views = [_view_at(whole, offset, spec) for offset, spec in zip(plan.offsets, self._specs, strict=True)]
         buffer = FlatBuffer(whole, whole[: plan.numel], whole[plan.numel :], views)
         buffer.remember_idle_counts()
         return buffer

@@ -79,6 +79,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         ContractError: on all ranks, if their models differ; the first difference is named.
     """
 
+    reducer: Reducer  # type: ignore[assignment]
     _active_ddp_module: ClassVar["DistributedDataParallel | None"] = None  # type: ignore[assignment]
 
     def __init__(  # noqa: C901 - mirrors torch's signature, twenty arguments
@@ -146,9 +147,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.device = named[0][1].device if named else _CPU
         self.device_type = self.device.type
         self.is_multi_device_module = len({p.device for _, p in named}) > 1
-        self.device_ids = (
-            [torch.device(self.device_type, _index(d)) for d in device_ids] if device_ids else None
-        )
+        self.device_ids = [torch.device(self.device_type, _index(d)) for d in device_ids] if device_ids else None
         self.output_device = output_device if device_ids else None
         group = self.process_group
         if init_sync and group.size() > 1:

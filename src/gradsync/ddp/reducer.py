@@ -134,10 +134,7 @@ class Reducer:
         words = num_words(len(self.specs), self.world_size)
         last = plan.buckets[-1] if plan.buckets else None
         self._words_ride = (
-            last is not None
-            and last.dtype == torch.float32
-            and last.device.type == "cpu"
-            and self.hook is None
+            last is not None and last.dtype == torch.float32 and last.device.type == "cpu" and self.hook is None
         )
         self._words = None if self._words_ride else torch.zeros(words)
         self.buckets = [
@@ -430,12 +427,8 @@ class Reducer:
         if len(set(changes)) <= 1:
             return
         self._drop_gradients()
-        mine = (
-            self._change if self._change is not None else list(zip(self.names, self.parameters, strict=True))
-        )
-        everyone = exchange_text(
-            self.control_group, json.dumps(describe_parameters(mine)), torch.device("cpu")
-        )
+        mine = self._change if self._change is not None else list(zip(self.names, self.parameters, strict=True))
+        everyone = exchange_text(self.control_group, json.dumps(describe_parameters(mine)), torch.device("cpu"))
         raise ContractError(
             f"rank {self.rank}: the ranks no longer train the same parameters: {first_difference(everyone)}; freeze, "
             f"unfreeze, replace or add parameters on all ranks alike, before the same step"

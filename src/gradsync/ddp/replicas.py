@@ -28,9 +28,7 @@ def describe_parameters(named: Sequence[tuple[str, torch.Tensor]]) -> Descriptio
                 {
                     "shape": str(tuple(local.shape)),
                     "dtype": str(local.dtype),
-                    "strides": str(
-                        tuple(st for st, size in zip(local.stride(), local.shape, strict=True) if size > 1)
-                    ),
+                    "strides": str(tuple(st for st, size in zip(local.stride(), local.shape, strict=True) if size > 1)),
                     "requires_grad": str(parameter.requires_grad),
                 },
             ]
@@ -40,9 +38,7 @@ def describe_parameters(named: Sequence[tuple[str, torch.Tensor]]) -> Descriptio
 
 def describe_buffers(buffers: dict[str, torch.Tensor]) -> Description:
     """Return what must be equal on all ranks of these buffers."""
-    return [
-        [name, "buffer", {"shape": str(tuple(b.shape)), "dtype": str(b.dtype)}] for name, b in buffers.items()
-    ]
+    return [[name, "buffer", {"shape": str(tuple(b.shape)), "dtype": str(b.dtype)}] for name, b in buffers.items()]
 
 
 def check_contract(group: Group, description: Description, device: torch.device, rank: int) -> None:
@@ -101,9 +97,7 @@ def _value_difference(mine: list[Any], theirs: list[Any], other_rank: int) -> st
 
 
 def _only_on(fact: list[Any], rank_with: int, rank_without: int) -> str:
-    details = (
-        "" if not isinstance(fact[2], dict) else f" ({', '.join(f'{k} {v}' for k, v in fact[2].items())})"
-    )
+    details = "" if not isinstance(fact[2], dict) else f" ({', '.join(f'{k} {v}' for k, v in fact[2].items())})"
     return f"rank {rank_with} has {fact[1]} {fact[0]!r}{details}, which rank {rank_without} does not have"
 
 
@@ -125,9 +119,7 @@ def verify(group: Group, named: Sequence[tuple[str, torch.Tensor]], rank: int, d
             rank 0.
     """
     digests = [_digest(t) for _, t in named]
-    everyone: list[list[int]] = [
-        json.loads(text) for text in exchange_text(group, json.dumps(digests), device)
-    ]
+    everyone: list[list[int]] = [json.loads(text) for text in exchange_text(group, json.dumps(digests), device)]
     for position, (name, _) in enumerate(named):
         values = [theirs[position] for theirs in everyone]
         different = [other for other, value in enumerate(values) if value != values[0]]

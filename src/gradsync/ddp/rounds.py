@@ -72,12 +72,8 @@ def _exchange_kinds(group: Group, grad: torch.Tensor | None) -> tuple[list[int],
     return [int(e[0]) for e in everyone], [int(e[1]) for e in everyone]
 
 
-def _reduce_dense(
-    group: Group, parameter: torch.Tensor, grad: torch.Tensor | None, factor: float
-) -> torch.Tensor:
-    dense = (
-        torch.zeros_like(parameter) if grad is None else (grad.to_dense() if grad.is_sparse else grad.clone())
-    )
+def _reduce_dense(group: Group, parameter: torch.Tensor, grad: torch.Tensor | None, factor: float) -> torch.Tensor:
+    dense = torch.zeros_like(parameter) if grad is None else (grad.to_dense() if grad.is_sparse else grad.clone())
     dense.mul_(factor)
     group.allreduce([dense]).wait()
     return dense
