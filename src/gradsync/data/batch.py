@@ -20,7 +20,8 @@ MicroBatch = tuple[Tensor, Tensor]
 def inputs_and_targets(windows: NDArray[np.int64]) -> MicroBatch:
     """Split windows (B, T + 1) into inputs and targets."""
     both = torch.from_numpy(windows)
-    return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+    # Copies: two views of one memory would let an in-place change of the inputs reach the targets.
+    return both[:, :-1].clone(memory_format=torch.contiguous_format), both[:, 1:].contiguous()
 
 
 def filler(context: int) -> MicroBatch:

@@ -88,7 +88,7 @@ def open_prepared(folder: Path, tokenizer: str | None = None) -> Corpus:
             f"{folder} was made with a vocabulary of {manifest.vocab_size:,} tokens, its tokenizer "
             f"{manifest.tokenizer!r} has {own.vocab_size:,} now; prepare the data again"
         )
-    if tokenizer is not None and load_tokenizer(tokenizer).name != own.name:
+    if tokenizer is not None and not _is_same_tokenizer(tokenizer, own.name):
         raise ConfigError(
             f"{folder} was prepared with the tokenizer {manifest.tokenizer!r}, not {tokenizer!r}; "
             f"leave the tokenizer out, or prepare the text again with the other one"
@@ -185,6 +185,7 @@ class _TextCorpus:
             "bytes": sum(entry.st_size for entry in status),
             "listing_crc32": zlib.crc32(listing.encode("utf-8", errors="surrogateescape")),
             "tokenizer": self._tokenizer.name,
+            "tokenizer_crc32": _crc_of_file(self._tokenizer.name),
             "val_fraction": self._val_fraction,
         }
 
@@ -261,6 +262,17 @@ def _rename_folder(unfinished: Path, cache: Path, source: dict[str, Any]) -> Non
         shutil.rmtree(unfinished, ignore_errors=True)
         if not _holds(cache, source):
             raise
+
+
+def _is_same_tokenizer(asked: str, own: str) -> bool:
+    """By name, or by content where both are files: a folder of shards holds a copy of its own."""
+    return asked == own or _crc_of_file(asked) == _crc_of_file(own) != 0
+
+
+def _crc_of_file(name: str) -> int:
+    """Checksum of a tokenizer's file; 0 for those that are known by name."""
+    path = Path(name)
+    return zlib.crc32(path.read_bytes()) if path.is_file() else 0
 
 
 def _why_nothing(notes: Notes, num_files: int) -> str:

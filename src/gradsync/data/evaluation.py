@@ -58,4 +58,4 @@ def _read(source: TokenSource, context: int, windows: list[tuple[int, int]]) -> 
         source.read(shard, start, row)
     inputs, targets = inputs_and_targets(rows)
     # Places beyond the text need some valid id as input; nothing that is counted sees them.
-    return inputs.clamp_(min=0), targets
+    return inputs.clamp(min=0), targets
