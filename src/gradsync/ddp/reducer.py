@@ -540,11 +540,16 @@ class Reducer:
         self._finish()
 
     def shadow_pass(self) -> None:
-        """Take part in a pass of the other ranks with nothing to contribute."""
+        """Take part in a pass of the other ranks with nothing to contribute but what was left unsynchronised."""
         self.settle()
+        finished = [(p, p.grad) for p, touched in zip(self.parameters, self.touched, strict=True) if not touched]
+        for parameter, _ in finished:
+            parameter.grad = None
         self._open_pass()
         self._launch_rest(RankState.JOINED)
         self._finish(learns=True, joined=True)
+        for parameter, grad in finished:
+            parameter.grad = grad
 
     def _launch_abandoned(self) -> None:
         """Launch what a backward that raised has left undone, so that the other ranks are not kept waiting.
