@@ -1,0 +1,113 @@
+"""Small services over a process group that the engine leans on: a private copy, text, and bytes.
+
+A private group has the same ranks as the user's group but its own connections, so that the engine's
+collectives pair only with each other: two wrapped models in one backward, or a stray collective of
+the user's, cannot be mixed up with a gradient bucket.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+Group = dist.ProcessGroup
+
+_FLAT_BYTES = 32 * 2**20
+
+
+def group_timeout(group: Group, device: torch.device) -> timedelta:
+    """Return how long a collective of this group may take."""
+    options = getattr(group._get_backend(device), "options", None)
+    timeout = getattr(options, "_timeout", None) or getattr(group, "timeout", None)
+    return timeout if isinstance(timeout, timedelta) else default_pg_timeout
+
+
+def private_group(group: Group, device: torch.device, backend: str | None = None) -> Group:
+    """Return a new group of the same ranks; collective over ``group``, whose members alone take part."""
+    name = backend or dist.get_backend(group)
+    copy = dist.new_group(
+        ranks=dist.get_process_group_ranks(group),
+        timeout=group_timeout(group, device),
+        backend=name,
+        use_local_synchronization=True,
+        group_desc="gradsync engine",
+    )
+    assert isinstance(copy, Group)
+    return copy
+
+
+def release_group(group: Group) -> None:
+    """Close a private group, unless the user has already shut everything down."""
+    if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
+        dist.destroy_process_group(group)
+
+
+def exchange_text(group: Group, text: str, device: torch.device) -> list[str]:
+    """Return every rank's text, in rank order."""
+    data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(device)
+    size = torch.tensor([data.numel()], dtype=torch.int64, device=device)
+    sizes = [torch.zeros_like(size) for _ in range(group.size())]
+    dist.all_gather(sizes, size, group=group)
+    lengths = [int(s.item()) for s in sizes]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    padded[: data.numel()] = data
+    parts = [torch.zeros_like(padded) for _ in range(group.size())]
+    dist.all_gather(parts, padded, group=group)
+    return [bytes(part[:n].cpu().numpy()).decode() for part, n in zip(parts, lengths, strict=True)]
+
+
+def exchange_number(group: Group, number: int, device: torch.device) -> list[int]:
+    """Return every rank's 63-bit number, in rank order."""
+    mine = torch.tensor([number], dtype=torch.int64, device=device)
+    all_of_them = [torch.zeros_like(mine) for _ in range(group.size())]
+    dist.all_gather(all_of_them, mine, group=group)
+    return [int(n.item()) for n in all_of_them]
+
+
+def broadcast_tensors(group: Group, tensors: Sequence[torch.Tensor], source: int) -> list[torch.Tensor]:
+    """Return rank ``source``'s values of the tensors as new contiguous tensors (``source`` counts inside the group).
+
+    Values travel as bytes, many tensors in one message, so that every dtype goes the same way.
+    """
+    received: list[torch.Tensor] = []
+    for chunk in _chunks(tensors):
+        flat = torch.cat([_as_bytes(t) for t in chunk])
+        if flat.numel():
+            options = dist.BroadcastOptions()
+            options.rootRank, options.rootTensor = source, 0
+            group.broadcast([flat], options).wait()
+        start = 0
+        for t in chunk:
+            num_bytes = t.numel() * t.element_size()
+            part = flat[start : start + num_bytes]
+            received.append(torch.empty(t.shape, dtype=t.dtype, device=t.device))
+            _as_bytes(received[-1]).copy_(part)
+            start += num_bytes
+    return received
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return whole.reshape(-1).view(torch.uint8)
+
+
+def _chunks(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Split the list, in order, where the device changes or a message would grow too large."""
+    chunks: list[list[torch.Tensor]] = []
+    size = 0
+    for t in tensors:
+        num_bytes = t.numel() * t.element_size()
+        if not chunks or chunks[-1][0].device != t.device or size + num_bytes > _FLAT_BYTES:
+            chunks.append([])
+            size = 0
+        chunks[-1].append(t)
+        size += num_bytes
+    return chunks
+
+
+def describe(group: Any) -> str:
+    """Return the group's ranks and backend in a few words, for messages."""
+    return f"{dist.get_backend(group)} group of ranks {dist.get_process_group_ranks(group)}"

@@ -1,0 +1,101 @@
+"""Start-up and shutdown of the default process group.
+
+Thin on purpose: torch's own ``init_process_group`` does the rendezvous (env://, tcp://, file stores
+alike); this adds the choice of a backend and one line that says what was chosen.
+"""
+
+import logging
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradsync.comm.backends import choose_backend
+from gradsync.errors import BackendError, ConfigError
+
+logger = logging.getLogger("gradsync")
+
+_ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """Who this process is: its rank among all processes and among those of its host."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that speaks to the user."""
+        return self.rank == 0
+
+
+def rank_info() -> RankInfo:
+    """Return this process's place in the default group, or that of a lone process without one."""
+    if not dist.is_initialized():
+        return RankInfo(0, 1, 0, 1)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    return RankInfo(rank, world, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+
+
+def init_process_group(
+    backend: str | None = "auto",
+    init_method: str | None = None,
+    timeout: timedelta | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Any = None,
+    **kwargs: Any,
+) -> None:
+    """Start the default process group; the arguments are those of ``torch.distributed.init_process_group``.
+
+    ``backend="auto"`` takes NCCL where there are CUDA devices and gloo elsewhere. What was chosen is
+    logged on rank 0 (logger ``gradsync``, level INFO).
+
+    Raises:
+        ConfigError: the backend is not available, or the environment lacks what ``env://`` needs.
+        BackendError: the ranks did not find each other within the time-out.
+    """
+    choice = choose_backend(backend or "auto")
+    if store is None and init_method in (None, "env://"):
+        _check_environment(world_size, rank)
+    if choice.name == "nccl" and "device_id" not in kwargs:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", max(rank, 0))) % torch.cuda.device_count())
+    try:
+        dist.init_process_group(
+            choice.name,
+            init_method=init_method,
+            timeout=timeout,
+            world_size=world_size,
+            rank=rank,
+            store=store,
+            **kwargs,
+        )
+    except dist.DistNetworkError as error:
+        raise BackendError(f"the ranks could not meet: {error}; check MASTER_ADDR, MASTER_PORT and the firewall") from error
+    if dist.get_rank() == 0:
+        logger.info("process group: %s, %d rank(s) (%s)", choice.name, dist.get_world_size(), choice.reason)
+
+
+def _check_environment(world_size: int, rank: int) -> None:
+    given = {"WORLD_SIZE": world_size >= 0, "RANK": rank >= 0}
+    missing = [name for name in _ENVIRONMENT if name not in os.environ and not given.get(name, False)]
+    if missing:
+        raise ConfigError(
+            f"init_process_group reads {', '.join(_ENVIRONMENT)} from the environment, but {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set; start the script with torchrun, set them, or pass "
+            f"init_method or store"
+        )
+
+
+def destroy_process_group() -> None:
+    """Shut the default process group down, and with it all others; harmless when there is none."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,122 @@
+"""The constructor's arguments: which combinations mean something, checked before any collective.
+
+Spelled and, where torch checks too, worded so that programs that match on torch's errors keep working.
+"""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradsync.ddp.settings import Reduction
+from gradsync.errors import ConfigError
+
+
+def check_module(module: Any) -> None:
+    """Raise TypeError for something that is not an instance of ``torch.nn.Module``."""
+    if isinstance(module, nn.Module):
+        return
+    got = f"the class {module.__name__}; make an instance of it" if isinstance(module, type) else type(module).__name__
+    raise TypeError(f"DistributedDataParallel wraps a torch.nn.Module, but got {got}")
+
+
+def resolve_group(process_group: Any, device_mesh: Any) -> Any:
+    """Return the group whose ranks hold the replicas.
+
+    Raises:
+        ValueError: there is no process group.
+        RuntimeError: both arguments were given, or the mesh has more than one axis.
+    """
+    if process_group is not None and device_mesh is not None:
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+    if device_mesh is not None:
+        if device_mesh.ndim != 1:
+            raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+        return device_mesh.get_group(mesh_dim=0)
+    if process_group is None:
+        if not dist.is_initialized():
+            raise ValueError(
+                "Default process group has not been initialized; call gradsync.init_process_group() first, or start the "
+                "script with torchrun or gradsync"
+            )
+        return dist.distributed_c10d._get_default_group()
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER or process_group.rank() < 0:
+        raise ValueError(
+            f"rank {dist.get_rank()} is no member of the process group it was given; wrap the module only on the "
+            f"ranks of the group"
+        )
+    return process_group
+
+
+def check_parameters_and_devices(
+    parameters: Sequence[torch.Tensor], device_ids: Sequence[Any] | None, output_device: Any
+) -> str | None:
+    """Return what is wrong with the module's parameters or with ``device_ids``; None if nothing is."""
+    if not any(p.requires_grad for p in parameters):
+        return (
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
+        )
+    devices = {p.device for p in parameters}
+    types = {d.type for d in devices}
+    if len(types) > 1:
+        return (
+            f"DistributedDataParallel's input module must be on the same type of devices, but its parameters are on {types}."
+        )
+    if device_ids is not None and len(device_ids) > 1:
+        return "device_ids can only be None or contain a single element."
+    if (device_ids or output_device) and (types == {"cpu"} or len(devices) > 1):
+        return (
+            "DistributedDataParallel device_ids and output_device arguments only work with single-device/multiple-device "
+            f"GPU modules or CPU modules, but got device_ids {device_ids}, output_device {output_device}, and module "
+            f"parameters {devices}."
+        )
+    return None
+
+
+def check_caps(cap_mb: float | str | None, cap_mb_list: Sequence[float] | None) -> None:
+    """Raise ConfigError for bucket limits that are no positive numbers."""
+    given = list(cap_mb_list) if cap_mb_list is not None else ([] if cap_mb is None else [cap_mb])
+    for value in given:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ConfigError(
+                f"a bucket limit is a positive number of MiB, but got {value!r}; leave bucket_cap_mb out for the default"
+            )
+    if cap_mb_list is not None and not given:
+        raise ConfigError("bucket_cap_mb_list is empty; give at least one limit in MiB, or leave it out")
+
+
+def check_reduction(reduction: str) -> Reduction:
+    """Return the reduction of this name, or raise ConfigError with the names there are."""
+    try:
+        return Reduction(reduction)
+    except ValueError:
+        names = ", ".join(repr(str(r)) for r in Reduction)
+        raise ConfigError(f"reduction is one of {names}, but got {reduction!r}") from None
+
+
+def resolve_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
+    """Return whether buffers are synchronised before a forward; warns about the deprecated spelling."""
+    if broadcast_buffers is not None:
+        advice = (
+            "both were given, so it is ignored"
+            if forward_sync_buffers is not None
+            else "use `forward_sync_buffers` (either way buffers are synchronised once at construction)"
+        )
+        warnings.warn(f"`broadcast_buffers` is deprecated: {advice}.", FutureWarning, stacklevel=4)
+    if forward_sync_buffers is not None:
+        return forward_sync_buffers
+    return True if broadcast_buffers is None else broadcast_buffers
+
+
+def warn_lonely_group(group: Any) -> None:
+    """Warn when the group has one rank but the world has more: gradients would stay local by mistake."""
+    if group.size() == 1 and dist.get_world_size() > 1:
+        warnings.warn(
+            f"rank {dist.get_rank()}: the process group has size 1 (this rank alone) in a world of "
+            f"{dist.get_world_size()}, so no gradient is synchronised; pass the group of all replicas, or none",
+            UserWarning,
+            stacklevel=4,
+        )

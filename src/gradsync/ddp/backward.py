@@ -1,0 +1,35 @@
+"""What kind of backward is running: the one question that autograd's hooks do not answer.
+
+A hook on an output fires in ``torch.autograd.grad`` too, which asks for some gradients and accumulates
+none; that is no pass. Where gradient hooks fire, the difference shows by itself; where none did, the
+caller is looked up on the Python stack of the thread that started the backward.
+"""
+
+import sys
+import threading
+from types import FrameType
+
+import torch
+
+_BACKWARD = torch.autograd.backward.__code__
+_GRAD = torch.autograd.grad.__code__
+
+
+def is_accumulating(forward_thread: int) -> bool:
+    """Whether the innermost running backward accumulates into the ``grad`` of all leaves.
+
+    False for ``torch.autograd.grad`` and for ``backward(inputs=...)``. ``forward_thread`` is the thread that ran
+    forward, looked at when autograd calls from a thread of its own.
+    """
+    here = _innermost(sys._getframe())
+    if here is None and threading.get_ident() != forward_thread:
+        here = _innermost(sys._current_frames().get(forward_thread))
+    if here is None:
+        return True
+    return here.f_code is _BACKWARD and here.f_locals.get("inputs") is None
+
+
+def _innermost(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and frame.f_code not in (_BACKWARD, _GRAD):
+        frame = frame.f_back
+    return frame

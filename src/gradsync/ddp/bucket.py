@@ -1,0 +1,244 @@
+"""One bucket: the flat buffer, the gradient views into it, and the collective that is under way.
+
+[Note: Buffer lifetime] After a pass ``param.grad`` *is* a view of the flat buffer, until the user drops
+it. The next pass writes into the same memory, so a gradient that somebody still holds (the view
+itself, or a tensor that shares its memory) would change under their hands; ``collect`` notices that
+by the reference counts and moves on to another buffer. Between ``collect`` and the end of the pass the
+buffer belongs to the collective: ``param.grad`` is None, and what autograd adds meanwhile goes into a
+fresh tensor, the *late contribution*.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from gradsync.ddp.plan import BucketPlan, ParameterSpec
+
+
+class Allocator(Protocol):
+    """Where flat buffers come from: ordinary memory, or memory that peers can read."""
+
+    def __call__(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a zeroed one-dimensional tensor."""
+
+
+def allocate_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return ordinary memory."""
+    return torch.zeros(numel, dtype=dtype, device=device)
+
+
+@dataclass
+class FlatBuffer:
+    """The memory of a bucket: gradients first (``gradients``), then room for the control words (``tail``)."""
+
+    whole: torch.Tensor
+    gradients: torch.Tensor
+    tail: torch.Tensor
+    views: list[torch.Tensor]
+    idle_storage_count: int = 0
+    idle_view_counts: list[int] = field(default_factory=list)
+
+    def remember_idle_counts(self) -> None:
+        """Note how many references there are while nobody but us holds the gradients."""
+        self.idle_view_counts = list(map(sys.getrefcount, self.views))
+        self.idle_storage_count = _storage_count(self.whole)
+
+    def is_held(self, num_own: Sequence[int]) -> bool:
+        """Whether somebody else still looks at this memory; ``num_own`` counts our own references to each view."""
+        if _storage_count(self.whole) > self.idle_storage_count:
+            return True
+        counts = map(sys.getrefcount, self.views)
+        return any(
+            now - own > idle for now, own, idle in zip(counts, num_own, self.idle_view_counts, strict=True)
+        )
+
+
+class Bucket:
+    """Gradients of several parameters that are reduced in one collective.
+
+    ``parameters`` are the local tensors of the parameters in ``plan``'s order.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        plan: BucketPlan,
+        specs: Sequence[ParameterSpec],
+        parameters: Sequence[torch.Tensor],
+        tail_numel: int = 0,
+        allocate: Allocator = allocate_zeros,
+    ) -> None:
+        self.number = number
+        self.plan = plan
+        self.parameters = list(parameters)
+        self.is_launched = False
+        self.waiting = 0
+        self.work: Any = None
+        self._specs = [specs[i] for i in plan.indices]
+        self._tail_numel = tail_numel
+        self._allocate = allocate
+        self._buffer: FlatBuffer | None = None
+        self._spare: FlatBuffer | None = None
+        self.missing: list[int] = []
+        self._kept: dict[int, torch.Tensor] = {}
+        self._position = {index: position for position, index in enumerate(plan.indices)}
+
+    @property
+    def buffer(self) -> FlatBuffer:
+        """The memory in use; made when first needed."""
+        if self._buffer is None:
+            self._buffer = self._make_buffer()
+        return self._buffer
+
+    @property
+    def views(self) -> list[torch.Tensor]:
+        """One tensor a parameter, with its shape, dtype and strides, in the flat buffer."""
+        return self.buffer.views
+
+    def view_of(self, index: int) -> torch.Tensor:
+        """Return the view of one parameter (by its index in the model)."""
+        return self.views[self._position[index]]
+
+    def keep(self, index: int, grad: torch.Tensor) -> None:
+        """Let ``write_back`` put this gradient back if no rank used the parameter."""
+        self._kept[self._position[index]] = grad
+
+    def start_pass(self, waiting: int) -> None:
+        """Forget the previous pass; ``waiting`` is the number of parameters to wait for before the launch."""
+        self.is_launched = False
+        self.waiting = waiting
+        self.work = None
+        self.missing = []
+        self._kept = {}
+
+    @torch.no_grad()
+    def collect(self, touched: bytearray, scale: float) -> None:
+        """Move the gradients into the flat buffer, times ``scale``; missing ones count as zeros.
+
+        ``touched`` says, for each parameter of the *model*, whether anything was accumulated since it was
+        last synchronised. A gradient that was not touched contributes too (it may be the average of an
+        earlier pass, or what the user put there), but is kept, so that it can be put back untouched if no
+        rank used the parameter.
+        """
+        grads = [local_grad(p) for p in self.parameters]
+        is_grad = self._leave_held_buffer(grads)
+        views = self.buffer.views
+        self._keep_untouched(grads, is_grad, touched)
+        if not any(is_grad) and None not in grads:
+            _copy_all(views, grads)
+        else:
+            pairs = [(v, g) for v, g, own in zip(views, grads, is_grad, strict=True) if g is not None and not own]
+            _copy_all([v for v, _ in pairs], [g for _, g in pairs])
+            self.missing = [i for i, g in zip(self.plan.indices, grads, strict=True) if g is None]
+            if self.missing:
+                torch._foreach_zero_([self.view_of(i) for i in self.missing])
+        if scale != 1.0:
+            self.buffer.gradients.mul_(scale)
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.is_launched = True
+
+    def write_back(self, is_used: Sequence[bool] | None) -> None:
+        """Point ``grad`` of each used parameter at its view; put back what the others had.
+
+        ``is_used`` follows this bucket's parameters; None means that all were used.
+        """
+        views = self.buffer.views
+        if is_used is None:
+            for parameter, view in zip(self.parameters, views, strict=True):
+                set_local_grad(parameter, view)
+            return
+        for position, (parameter, view) in enumerate(zip(self.parameters, views, strict=True)):
+            if is_used[position]:
+                set_local_grad(parameter, view)
+            else:
+                parameter.grad = self._kept.get(position)
+
+    def _keep_untouched(
+        self, grads: Sequence[torch.Tensor | None], is_grad: Sequence[bool], touched: bytearray
+    ) -> None:
+        for position, index in enumerate(self.plan.indices):
+            if not touched[index] and grads[position] is not None:
+                grad = self.parameters[position].grad
+                assert grad is not None
+                self._kept[position] = grad.clone() if is_grad[position] else grad
+
+    def _leave_held_buffer(self, grads: Sequence[torch.Tensor | None]) -> list[bool]:
+        """Take another buffer if somebody holds this one; returns which gradients are our own views."""
+        buffer = self.buffer
+        is_grad = [g is v for g, v in zip(grads, buffer.views, strict=True)]
+        # a view that is a gradient is held by its parameter and by the list `grads`
+        if not buffer.is_held([2 * own for own in is_grad]):
+            return is_grad
+        other = self._spare
+        if other is None or other.is_held([0] * len(grads)):
+            other = self._make_buffer()
+        self._buffer, self._spare = other, buffer
+        return [False] * len(grads)
+
+    def _make_buffer(self) -> FlatBuffer:
+        plan = self.plan
+        whole = self._allocate(plan.numel + self._tail_numel, plan.dtype, plan.device)
+        views = [
+            _view_at(whole, offset, spec) for offset, spec in zip(plan.offsets, self._specs, strict=True)
+        ]
+        buffer = FlatBuffer(whole, whole[: plan.numel], whole[plan.numel :], views)
+        buffer.remember_idle_counts()
+        return buffer
+
+
+def local_grad(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return the parameter's gradient on this rank: of a DTensor its local part."""
+    grad = parameter.grad
+    if grad is None:
+        return None
+    local = getattr(grad, "_local_tensor", None)
+    return grad if local is None else local
+
+
+def set_local_grad(parameter: torch.Tensor, local: torch.Tensor) -> None:
+    """Make ``local`` the parameter's gradient; a DTensor parameter gets a DTensor around it."""
+    if getattr(parameter, "_local_tensor", None) is not None:
+        from torch.distributed.tensor import DTensor
+
+        assert isinstance(parameter, DTensor)
+        parameter.grad = DTensor.from_local(
+            local,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    else:
+        parameter.grad = local
+
+
+def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the part of the parameter that lives on this rank."""
+    local = getattr(parameter, "_local_tensor", None)
+    return parameter if local is None else local
+
+
+def _copy_all(targets: list[torch.Tensor], sources: Sequence[torch.Tensor | None]) -> None:
+    if not targets:
+        return
+    if any(s.is_sparse for s in sources if s is not None):
+        sources = [s.to_dense() if s is not None and s.is_sparse else s for s in sources]
+    torch._foreach_copy_(targets, sources)  # type: ignore[arg-type]
+
+
+def _view_at(whole: torch.Tensor, offset: int, spec: ParameterSpec) -> torch.Tensor:
+    """Return a tensor over the buffer's memory that is no autograd view, so that ``grad.detach_()`` works on it."""
+    start = whole.storage_offset() + offset
+    if spec.dtype.is_complex:
+        start //= 2
+    view = torch.empty(0, dtype=spec.dtype, device=spec.device)
+    return view.set_(whole.untyped_storage(), start, spec.shape, spec.strides)  # type: ignore[call-overload]
+
+
+def _storage_count(tensor: torch.Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]

@@ -1,0 +1,108 @@
+"""Control words: a few float32 numbers that every pass sums over the ranks, mostly for nothing.
+
+They ride behind the gradients of the last bucket, or in a small collective of their own. After the sum
+every rank knows of every parameter how many ranks used it and how many were late with it, and of every
+rank what it wrote into its own slot. Numbers are small whole numbers, which float32 sums exactly.
+
+    [ used, one a parameter | late, one a parameter | slot of rank 0 | slot of rank 1 | ... ]
+"""
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+WORD_LIMIT = 2**24
+
+
+class RankState(enum.IntEnum):
+    """What a rank says of itself in its slot."""
+
+    TRAINING = 1
+    """It runs this pass from its own backward."""
+    JOINED = 2
+    """It has no more batches and takes part with zeros."""
+    ABANDONED = 3
+    """Its backward raised an exception; it completes the pass so that the others don't wait."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What one rank tells the others in a pass; each field is one word."""
+
+    state: int
+    pass_number: int
+    plan_digest: int
+    change_digest: int
+    """0, or a digest of the set of trainable parameters that this rank now has instead of the planned one."""
+    weight_high: int
+    weight_low: float
+    """The gradient weight is ``weight_high * 2**20 + weight_low``."""
+
+    @property
+    def weight(self) -> float:
+        """How many tokens or samples this rank's summed loss stands for."""
+        return self.weight_high * float(2**20) + self.weight_low
+
+
+SLOT_WORDS = len(fields(Slot))
+
+
+@dataclass(frozen=True)
+class ControlWords:
+    """The words of one pass, summed over all ranks."""
+
+    used: Sequence[float]
+    late: Sequence[float]
+    slots: tuple[Slot, ...]
+
+    @property
+    def late_anywhere(self) -> list[int]:
+        """Indices of the parameters that some rank was late with."""
+        return [index for index, count in enumerate(self.late) if count]
+
+    @property
+    def num_training(self) -> int:
+        """Number of ranks that had a batch in this pass."""
+        return sum(slot.state != RankState.JOINED for slot in self.slots)
+
+    @property
+    def total_weight(self) -> float:
+        """Sum of the gradient weights of all ranks."""
+        return sum(slot.weight for slot in self.slots)
+
+
+def num_words(num_parameters: int, world_size: int) -> int:
+    """Return how many words a pass needs."""
+    return 2 * num_parameters + SLOT_WORDS * world_size
+
+
+def write_words(
+    target: torch.Tensor, used: Iterable[int], late: Iterable[int], slot: Slot, rank: int, num_parameters: int
+) -> None:
+    """Fill ``target`` (float32, one-dimensional, ``num_words`` long) with this rank's share."""
+    words = [0.0] * target.numel()
+    for index in used:
+        words[index] = 1.0
+    for index in late:
+        words[num_parameters + index] = 1.0
+    start = 2 * num_parameters + SLOT_WORDS * rank
+    words[start : start + SLOT_WORDS] = [float(getattr(slot, f.name)) for f in fields(Slot)]
+    target.copy_(torch.tensor(words, dtype=torch.float32))
+
+
+def read_words(source: torch.Tensor, num_parameters: int) -> ControlWords:
+    """Read the summed words."""
+    words = source.tolist()
+    slots = []
+    for start in range(2 * num_parameters, len(words), SLOT_WORDS):
+        state, number, plan, change, high, low = words[start : start + SLOT_WORDS]
+        slots.append(Slot(int(state), int(number), int(plan), int(change), int(high), low))
+    return ControlWords(words[:num_parameters], words[num_parameters : 2 * num_parameters], tuple(slots))
+
+
+def split_weight(weight: float) -> tuple[int, float]:
+    """Split a weight into the two words that carry it."""
+    high = int(weight // 2**20)
+    return high, weight - high * 2**20

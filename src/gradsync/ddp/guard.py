@@ -1,0 +1,54 @@
+"""The guard against a step on gradients that were accumulated but never synchronised.
+
+One global hook before every ``optimizer.step()`` asks the living reducers; it costs a look at a set
+where nothing is amiss.
+"""
+
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+if TYPE_CHECKING:
+    from gradsync.ddp.reducer import Reducer
+
+_reducers: "weakref.WeakSet[Reducer]" = weakref.WeakSet()
+_is_registered = False
+
+
+class UnsynchronizedGradientsWarning(UserWarning):
+    """An optimizer steps on gradients of this rank alone, so the replicas will drift apart."""
+
+
+def watch(reducer: "Reducer") -> None:
+    """Ask this reducer before every optimizer step from now on."""
+    global _is_registered
+    _reducers.add(reducer)
+    if not _is_registered:
+        register_optimizer_step_pre_hook(_before_step)
+        _is_registered = True
+
+
+def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    for reducer in list(_reducers):
+        if any(reducer.touched):
+            _report(reducer, optimizer)
+
+
+def _report(reducer: "Reducer", optimizer: torch.optim.Optimizer) -> None:
+    local = reducer.unsynchronized()
+    if not local:
+        return
+    by_name = dict(zip(reducer.names, reducer.parameters, strict=True))
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    names = [name for name in local if id(by_name[name]) in stepped]
+    if names:
+        warnings.warn(
+            f"rank {reducer.rank}: optimizer.step() on gradients that were accumulated but never synchronised: "
+            f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''} ({len(names)} parameter(s)); the replicas will differ. "
+            f"Leave no_sync() for the last backward before the step, or call sync_gradients()",
+            UnsynchronizedGradientsWarning,
+            stacklevel=4,
+        )

@@ -1,0 +1,65 @@
+"""Uneven inputs: a rank without batches shadows the collectives of those that still have some.
+
+Works through torch's ``Join`` context. In every iteration the training ranks first tell the joined ones,
+in one small collective, whether buffers and gradients will be synchronised, and who speaks for the group.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import JoinHook, _JoinConfig
+
+from gradsync.ddp.replicas import broadcast_state
+
+if TYPE_CHECKING:
+    from gradsync.ddp.module import DistributedDataParallel
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What the next iteration will do; ``source`` is the highest rank that still trains, -1 if none does."""
+
+    source: int
+    synchronizes: bool
+    sends_buffers: bool
+
+
+def announce(ddp: "DistributedDataParallel", mine: Announcement) -> Announcement:
+    """Tell the other ranks what this one will do, and return what the group will do; collective."""
+    words = torch.tensor([mine.source, int(mine.synchronizes), int(mine.sends_buffers)], dtype=torch.int64)
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    ddp.reducer.control_group.allreduce([words], options).wait()
+    source, synchronizes, sends_buffers = words.tolist()
+    return Announcement(source, bool(synchronizes), bool(sends_buffers))
+
+
+class DDPJoinHook(JoinHook):
+    """What a rank that has run out of batches does instead of training."""
+
+    def __init__(self, ddp: "DistributedDataParallel", divide_by_initial_world_size: bool) -> None:
+        ddp.reducer.divides_by_active_ranks = not divide_by_initial_world_size
+        self._ddp = ddp
+
+    def main_hook(self) -> None:
+        """Shadow one iteration of the training ranks."""
+        coming = announce(self._ddp, Announcement(-1, False, False))
+        if coming.sends_buffers:
+            self._ddp._broadcast_buffers(coming.source)
+        if coming.synchronizes:
+            self._ddp.reducer.shadow_pass()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Give all ranks the parameters and buffers of one that trained to the end."""
+        ddp = self._ddp
+        coming = announce(ddp, Announcement(ddp.reducer.rank if is_last_joiner else -1, False, False))
+        broadcast_state(ddp._state_group, ddp._synchronized_state(), coming.source, ddp.reducer.rank)
+        ddp.reducer.divides_by_active_ranks = False
+        ddp._join_config = _JoinConfig.construct_disabled_join_config()
+
+
+def hook_arguments(kwargs: dict[str, Any]) -> bool:
+    """Read ``divide_by_initial_world_size`` out of the arguments of a ``Join`` context."""
+    return bool(kwargs.get("divide_by_initial_world_size", True))

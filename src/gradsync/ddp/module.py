@@ -1,0 +1,520 @@
+"""What the user holds: ``DistributedDataParallel``.
+
+Puts together the parts (watch, reducer, buffers, hooks, join) and mirrors the surface of torch's class of
+the same name. How a pass works is told in ``reducer``.
+"""
+
+import contextlib
+import copy
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.utils import _to_kwargs
+
+from gradsync.comm.groups import broadcast_tensors, group_timeout, private_group, release_group
+from gradsync.ddp import arguments, guard
+from gradsync.ddp.comm_hooks import CommHook, HookedCollective, check_hook
+from gradsync.ddp.join import Announcement, DDPJoinHook, announce, hook_arguments
+from gradsync.ddp.outputs import find_tensors
+from gradsync.ddp.plan import caps_from_mib
+from gradsync.ddp.reducer import Reducer
+from gradsync.ddp.replicas import (
+    broadcast_state,
+    check_contract,
+    check_parameters,
+    describe_buffers,
+    describe_parameters,
+    verify,
+)
+from gradsync.ddp.settings import Settings
+from gradsync.ddp.watch import ModuleWatch
+from gradsync.errors import ConfigError
+
+_CPU = torch.device("cpu")
+
+
+class DistributedDataParallel(nn.parallel.DistributedDataParallel):
+    """Trains replicas of one module on several ranks by averaging their gradients during backward.
+
+    A drop-in for ``torch.nn.parallel.DistributedDataParallel`` with its arguments and its own engine. With
+    default arguments every legal program gets the gradients of one process on the whole batch, or an error on
+    every rank in the same step.
+
+    Args:
+        module: the model; it becomes ``ddp.module``, and keys of ``state_dict()`` get the prefix ``module.``.
+        device_ids: None, or the one GPU that inputs are moved to; None for CPU and multi-device modules.
+        output_device: accepted for compatibility.
+        dim: accepted for compatibility.
+        broadcast_buffers: deprecated spelling of ``forward_sync_buffers``.
+        init_sync: compare the models of all ranks at construction and start them from rank 0's values.
+        process_group: the ranks that hold replicas; the default group if None.
+        bucket_cap_mb: size limit of a bucket in MiB; None means 1 MiB for the first and 25 MiB for the others.
+        find_unused_parameters: accepted; unused parameters need no flag.
+        check_reduction: deprecated, without effect.
+        gradient_as_bucket_view: accepted; gradients are views of the buckets, and a gradient that is still held
+            elsewhere is never overwritten.
+        static_graph: accepted; the order of gradients is learned in any case.
+        delay_all_reduce_named_params: accepted together with ``param_to_hook_all_reduce``; these parameters are
+            synchronised like all others.
+        param_to_hook_all_reduce: see ``delay_all_reduce_named_params``.
+        mixed_precision: not supported; use ``torch.autocast``.
+        device_mesh: a one-dimensional mesh in place of ``process_group``.
+        skip_all_reduce_unused_params: accepted, without effect.
+        bucket_cap_mb_list: limits in MiB bucket by bucket; the last one repeats.
+        batched_grad_copy: accepted; gradients are always copied in one call a bucket.
+        forward_sync_buffers: send rank 0's buffers to all ranks before a training forward; None means True.
+        reduction: ``"mean"`` divides the sum by the number of ranks, ``"sum"`` doesn't, ``"weighted"`` divides it by
+            the total given to ``add_gradient_weight``.
+
+    Raises:
+        TypeError: ``module`` is no module.
+        ValueError: there is no process group, or arguments contradict each other.
+        RuntimeError: nothing to train, uninitialised or expanded parameters.
+        ContractError: on all ranks, if their models differ; the first difference is named.
+    """
+
+    _active_ddp_module: ClassVar["DistributedDataParallel | None"] = None  # type: ignore[assignment]
+
+    def __init__(  # noqa: C901 - mirrors torch's signature, twenty arguments
+        self,
+        module: nn.Module,
+        device_ids: Sequence[Any] | None = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: Any = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        reduction: str = "mean",
+    ) -> None:
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
+        arguments.check_module(module)
+        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
+            raise ValueError(
+                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
+            )
+        if mixed_precision is not None:
+            raise ConfigError("mixed_precision is not supported yet; use torch.autocast around the forward")
+        arguments.check_caps(bucket_cap_mb, bucket_cap_mb_list)
+        chosen = arguments.check_reduction(reduction)
+        self.process_group = arguments.resolve_group(process_group, device_mesh)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+        self.module = module
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.forward_sync_buffers = arguments.resolve_buffer_sync(broadcast_buffers, forward_sync_buffers)
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
+        self.batched_grad_copy = batched_grad_copy
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.mixed_precision = mixed_precision
+        self.dim = dim
+        self.require_forward_param_sync = True
+        self._settings = Settings(caps_from_mib(bucket_cap_mb, bucket_cap_mb_list), chosen)
+        self._watch = ModuleWatch(module, self.parameters_to_ignore)
+        self._check_and_start(init_sync, device_ids, output_device)
+        arguments.warn_lonely_group(self.process_group)
+        self._connect()
+
+    # ------------------------------------------------------------- construction
+
+    def _check_and_start(self, init_sync: bool, device_ids: Sequence[Any] | None, output_device: Any) -> None:
+        """Check the module on all ranks together, then start it everywhere from rank 0's values."""
+        named = self._watch.all_parameters()
+        problem, error_type = self._problem(named, device_ids, output_device)
+        self.device = named[0][1].device if named else _CPU
+        self.device_type = self.device.type
+        self.is_multi_device_module = len({p.device for _, p in named}) > 1
+        self.device_ids = [torch.device(self.device_type, _index(d)) for d in device_ids] if device_ids else None
+        self.output_device = output_device if device_ids else None
+        group = self.process_group
+        if init_sync and group.size() > 1:
+            facts = [["the module", "check", problem or "fine"], ["bucket limits (bytes)", "setting", list(self._settings.caps_bytes)]]
+            facts += [["reduction", "setting", str(self._settings.reduction)], ["forward_sync_buffers", "setting", self.forward_sync_buffers]]
+            if problem is None:
+                facts += describe_parameters(named) + describe_buffers(self._watch.buffers())
+            check_contract(group, facts, self.device, group.rank())
+        if problem is not None:
+            raise error_type(problem)
+        if init_sync and group.size() > 1:
+            broadcast_state(group, self._synchronized_state(), 0, group.rank())
+
+    @staticmethod
+    def _problem(
+        named: Sequence[tuple[str, nn.Parameter]], device_ids: Sequence[Any] | None, output_device: Any
+    ) -> tuple[str | None, type[Exception]]:
+        try:
+            check_parameters(named)
+        except RuntimeError as error:
+            return str(error), RuntimeError
+        problem = arguments.check_parameters_and_devices([p for _, p in named], device_ids, output_device)
+        return problem, RuntimeError if problem and "is not needed" in problem else ValueError
+
+    def _connect(self, shared_with: "DistributedDataParallel | None" = None) -> None:
+        """Make the groups and the reducer; the copy of a module shares the groups of its original."""
+        group = self.process_group
+        self._comm_hooks: list[tuple[CommHook, Any]] = []
+        self._forwards_since_backward = 0
+        self._forwards_in_window = 0
+        self._unsynced_forward_in_window = False
+        self._seen_backwards = 0
+        self._seen_passes = 0
+        self._has_rebuilt_buckets = False
+        if shared_with is not None:
+            bucket_group, control_group = shared_with.reducer.group, shared_with.reducer.control_group
+        elif group.size() == 1:
+            bucket_group = control_group = group
+        elif self.device_type == "cpu":
+            bucket_group = control_group = private_group(group, self.device)
+            weakref.finalize(self, release_group, bucket_group).atexit = False
+        else:
+            bucket_group, control_group = group, private_group(group, self.device, "gloo")
+            weakref.finalize(self, release_group, control_group).atexit = False
+        self.reducer = Reducer(self._watch, bucket_group, control_group, self._settings)
+        alive = weakref.ref(self)
+        self.reducer.plan_changed = lambda: _note_rebuilt(alive)
+        if group.size() == 1 and self._settings.reduction != "weighted":
+            self.reducer.remove_hooks()
+            self._is_active = False
+        else:
+            self._is_active = True
+            guard.watch(self.reducer)
+
+    @property
+    def _state_group(self) -> Any:
+        return self.reducer.group
+
+    def _synchronized_state(self) -> list[torch.Tensor]:
+        return [p for _, p in self._watch.all_parameters()] + list(self._watch.buffers().values())
+
+    # ------------------------------------------------------------- forward
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module; synchronise buffers before it where they are due, and watch its outputs for backward."""
+        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+        with self._inside_ddp_forward():
+            output = self.module(*inputs, **kwargs)
+        return self._post_forward(output)
+
+    @torch._disable_dynamo(recursive=True)
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if self._is_active:
+            self.reducer.settle()
+            self._synchronize_before_forward()
+        if self.device_ids:
+            moved, moved_kwargs = _to_kwargs(inputs, kwargs, self.device_ids[0], False)
+            return moved[0], moved_kwargs[0]
+        return inputs, kwargs
+
+    @torch._disable_dynamo(recursive=True)
+    def _post_forward(self, output: Any) -> Any:
+        if self._is_active and torch.is_grad_enabled():
+            for tensor in find_tensors(output):
+                if tensor.requires_grad and not tensor.is_leaf:
+                    self.reducer.watch_output(tensor)
+        return output
+
+    @contextlib.contextmanager
+    def _inside_ddp_forward(self) -> Iterator[None]:
+        """Tell Dynamo which module's buckets to split its graph at."""
+        before = DistributedDataParallel._active_ddp_module
+        DistributedDataParallel._active_ddp_module = self
+        try:
+            yield
+        finally:
+            DistributedDataParallel._active_ddp_module = before
+
+    def _synchronize_before_forward(self) -> None:
+        if not (self.training and torch.is_grad_enabled()):
+            return
+        sends_buffers = self.will_sync_module_buffers()
+        source = 0
+        if self._join_config.enable:
+            Join.notify_join_context(self)
+            mine = Announcement(self.reducer.rank, self.reducer.synchronizes, sends_buffers)
+            source = announce(self, mine).source
+        if sends_buffers:
+            self._broadcast_buffers(source)
+        self._count_forward()
+
+    def _count_forward(self) -> None:
+        self._look_at_window()
+        self._forwards_since_backward += 1
+        self._forwards_in_window += 1
+        self._unsynced_forward_in_window |= not self.reducer.synchronizes
+
+    def _look_at_window(self) -> None:
+        """A window is what lies between two passes, however many forwards and unsynchronised backwards that are."""
+        if self.reducer.num_backwards != self._seen_backwards:
+            self._seen_backwards = self.reducer.num_backwards
+            self._forwards_since_backward = 0
+        if self.reducer.num_passes != self._seen_passes:
+            self._seen_passes = self.reducer.num_passes
+            self._forwards_in_window = 0
+            self._unsynced_forward_in_window = False
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next training forward sends rank 0's buffers to all ranks.
+
+        Once a window where forwards run without synchronisation, since their number may differ between ranks;
+        before every forward elsewhere.
+        """
+        if not (self.forward_sync_buffers and self.require_forward_param_sync and self._watch.buffers()):
+            return False
+        self._look_at_window()
+        if self.reducer.synchronizes:
+            return not self._unsynced_forward_in_window
+        return self._forwards_in_window == 0
+
+    @torch.no_grad()
+    def _broadcast_buffers(self, source: int) -> None:
+        """Give all ranks rank ``source``'s buffers.
+
+        While a graph of an earlier forward may still hold the old values for its backward, the module gets new
+        tensors; otherwise they are overwritten in place, so that other references to them stay valid.
+        """
+        buffers = list(self._watch.buffers().values())
+        received = broadcast_tensors(self._state_group, buffers, source)
+        if self.reducer.rank == source:
+            return
+        self._look_at_window()
+        for old, new in zip(buffers, received, strict=True):
+            if self._forwards_since_backward:
+                self._watch.replace_buffer(old, new)
+            else:
+                old.copy_(new)
+
+    # ------------------------------------------------------------- synchronisation on and off, and on demand
+
+    @property
+    def require_backward_grad_sync(self) -> bool:  # type: ignore[override]
+        """Whether the next backward synchronises gradients; read when backward starts."""
+        return self.reducer.synchronizes
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self.reducer.synchronizes = bool(value)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients locally in every backward inside; the next one outside reduces them whole."""
+        before = self.reducer.synchronizes
+        self.reducer.synchronizes = False
+        try:
+            yield
+        finally:
+            self.reducer.synchronizes = before
+
+    def sync_gradients(self) -> None:
+        """Synchronise what has been accumulated so far, without another backward; on all ranks together."""
+        if self._is_active:
+            self.reducer.synchronize()
+
+    def sync_buffers(self, mode: str = "broadcast") -> None:
+        """Make buffers equal on all ranks: rank 0's, or with ``mode="mean"`` the mean of floating ones; collective."""
+        if mode not in ("broadcast", "mean"):
+            raise ConfigError(f"sync_buffers takes mode 'broadcast' or 'mean', but got {mode!r}")
+        if self.reducer.world_size == 1:
+            return
+        if mode == "broadcast":
+            return self._broadcast_buffers(0)
+        with torch.no_grad():
+            for buffer in self._watch.buffers().values():
+                if buffer.is_floating_point() or buffer.is_complex():
+                    total = buffer.detach() / self.reducer.world_size
+                    self._state_group.allreduce([total]).wait()
+                    buffer.copy_(total)
+                else:
+                    buffer.copy_(broadcast_tensors(self._state_group, [buffer], 0)[0])
+        return None
+
+    def verify_replicas(self) -> None:
+        """Compare parameters and buffers bit by bit across ranks; collective.
+
+        Raises:
+            ContractError: on all ranks, naming the first tensor and the ranks that differ.
+        """
+        if self.reducer.world_size > 1:
+            named = [*self._watch.all_parameters(), *self._watch.buffers().items()]
+            verify(self._state_group, named, self.reducer.rank, self.device)
+
+    def add_gradient_weight(self, weight: float) -> None:
+        """With ``reduction="weighted"``: say how many tokens or samples the coming backward's summed loss stands for.
+
+        Weights add up over the accumulation steps of a window; the total over all ranks divides the gradients.
+        """
+        if self._settings.reduction != "weighted":
+            raise ConfigError("add_gradient_weight needs DistributedDataParallel(..., reduction='weighted')")
+        if not 0 <= weight < 2**44:
+            raise ConfigError(f"a gradient weight is a number of tokens or samples, but got {weight!r}")
+        self.reducer.gradient_weight += weight
+
+    @torch.no_grad()
+    def all_reduce_grads(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Average gradients that ``torch.autograd.grad`` returned, in place; collective.
+
+        None must be None on all ranks. Returns the list, for convenience.
+        """
+        present = [g for g in grads if g is not None]
+        scale = 1.0 if self._settings.reduction == "sum" else 1.0 / self.reducer.world_size
+        if self.reducer.world_size > 1:
+            for dtype in dict.fromkeys(g.dtype for g in present):
+                same = [g for g in present if g.dtype == dtype]
+                flat = torch.cat([g.reshape(-1) for g in same]).mul_(scale)
+                wire = torch.view_as_real(flat) if flat.is_complex() else flat
+                self._state_group.allreduce([wire]).wait()
+                for g, part in zip(same, flat.split([g.numel() for g in same]), strict=True):
+                    g.copy_(part.view(g.shape))
+        return list(grads)
+
+    def reset_after_failure(self) -> None:
+        """Forget a failed pass; on all ranks, and only while the process group still works."""
+        self.reducer.reset_after_failure()
+
+    # ------------------------------------------------------------- hooks
+
+    def register_comm_hook(self, state: object, hook: CommHook) -> None:  # type: ignore[override]
+        """Let ``hook(state, bucket) -> Future[Tensor]`` reduce each bucket; it does the dividing too.
+
+        Raises:
+            TypeError: it cannot be called.
+            ValueError: it is no function of (state, bucket).
+            RuntimeError: there is a hook already.
+        """
+        check_hook(hook)
+        if self._comm_hooks:
+            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        self._comm_hooks.append((hook, state))
+        timeout = group_timeout(self.process_group, self.device)
+        self.reducer.use_hook(HookedCollective(state, hook, timeout, self.reducer.rank))
+        if not self._is_active:
+            self.reducer._register_hooks()
+            self._is_active = True
+
+    # ------------------------------------------------------------- uneven inputs
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Return a context in which ranks may run out of batches at different times."""
+        return Join(
+            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+        )
+
+    def join_hook(self, **kwargs: Any) -> DDPJoinHook:
+        """Return what torch's ``Join`` calls on a rank that has run out of batches."""
+        return DDPJoinHook(self, hook_arguments(kwargs))
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the collectives of ``Join``."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The group of the collectives of ``Join``."""
+        return self.process_group
+
+    # ------------------------------------------------------------- copies
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DistributedDataParallel":
+        """Return an independent wrapper around a copy of the module, on the same process group."""
+        other = self.__class__.__new__(self.__class__)
+        nn.Module.__init__(other)
+        Joinable.__init__(other)
+        memo[id(self)] = other
+        for name, value in self._plain_state().items():
+            setattr(other, name, copy.deepcopy(value, memo))
+        other.process_group = self.process_group
+        other.module = copy.deepcopy(self.module, memo)
+        other.training = self.training
+        other._watch = ModuleWatch(other.module, other.parameters_to_ignore)
+        other._connect(shared_with=self)
+        other.require_backward_grad_sync = self.require_backward_grad_sync
+        return other
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self._plain_state()
+        state["module"] = self.module
+        state["training"] = self.training
+        default = dist.is_initialized() and self.process_group is dist.distributed_c10d._get_default_group()
+        state["ranks"] = None if default else dist.get_process_group_ranks(self.process_group)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
+        state = dict(state)
+        ranks = state.pop("ranks")
+        module = state.pop("module")
+        training = state.pop("training")
+        for name, value in state.items():
+            setattr(self, name, value)
+        self.process_group = arguments.resolve_group(_group_of(ranks), None)
+        self.module = module
+        self.training = training
+        self._watch = ModuleWatch(module, self.parameters_to_ignore)
+        self._connect()
+
+    def _plain_state(self) -> dict[str, Any]:
+        """Return the attributes that survive copying and pickling: no groups, no reducer, no module."""
+        left_out = {"process_group", "reducer", "device_mesh", "_watch", "_join_config", "training", "_comm_hooks"}
+        return {
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in left_out and name not in _MODULE_INTERNALS
+        }
+
+    @classmethod
+    def _get_active_ddp_module(cls) -> "DistributedDataParallel | None":  # type: ignore[override]
+        return DistributedDataParallel._active_ddp_module
+
+    @property
+    def bucket_bytes_cap(self) -> int:  # type: ignore[override]
+        """Size limit of the ordinary buckets in bytes."""
+        return int(self._settings.caps_bytes[-1])
+
+
+_MODULE_INTERNALS = frozenset(nn.Module().__dict__)
+
+
+def _group_of(ranks: Sequence[int] | None) -> Any:
+    if ranks is None:
+        return None
+    for group in dist.distributed_c10d._world.pg_map:
+        if dist.get_process_group_ranks(group) == list(ranks):
+            return group
+    return dist.new_group(list(ranks), use_local_synchronization=True)
+
+
+def _index(device: Any) -> int | None:
+    return device if isinstance(device, int) else torch.device(device).index
+
+
+def _note_rebuilt(ddp: "Callable[[], DistributedDataParallel | None]") -> None:
+    alive = ddp()
+    if alive is not None:
+        alive._has_rebuilt_buckets = True

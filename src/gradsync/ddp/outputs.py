@@ -1,0 +1,59 @@
+"""Find the tensors in whatever a module's forward returns."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+_MAX_OBJECTS = 100_000
+_ATOMS = (str, bytes, bytearray, int, float, complex, bool, type(None), type, nn.Module)
+
+
+def find_tensors(output: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor inside ``output`` once.
+
+    Looks into containers, mappings, dataclasses and plain objects (their ``__dict__`` and ``__slots__``),
+    not into modules. Something that refers to itself is no problem; a structure of more than 100,000
+    objects is searched no further.
+    """
+    seen: set[int] = set()
+    stack = [output]
+    while stack and len(seen) < _MAX_OBJECTS:
+        value = stack.pop()
+        if isinstance(value, _ATOMS) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            yield value
+        else:
+            stack.extend(_parts(value))
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return [*value.values(), *_attributes(value)]
+    if isinstance(value, list | tuple | set | frozenset):
+        return list(value)
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, f.name, None) for f in dataclasses.fields(value)] + _attributes(value)
+    if _is_remote_reference(value):
+        return [value.local_value()] if value.is_owner() else []
+    if callable(value) and not hasattr(value, "__dict__"):
+        return []
+    return _attributes(value)
+
+
+def _attributes(value: Any) -> list[Any]:
+    found = list(getattr(value, "__dict__", {}).values())
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__"):
+                found.append(getattr(value, name, None))
+    return found
+
+
+def _is_remote_reference(value: Any) -> bool:
+    return type(value).__name__ in ("RRef", "PyRRef") and hasattr(value, "local_value")

@@ -1,0 +1,621 @@
+"""One pass of gradient synchronisation, told in the order in which it happens.
+
+Words. *Pass*: one backward whose gradients are to be averaged. *Bucket*: one flat tensor holding the
+gradients of several parameters. *Ready*: a parameter whose last contribution in this pass has arrived.
+*Launch*: start the all-reduce of a bucket. *Control words*: what the ranks tell each other in every pass.
+
+    backward starts      -> _begin_pass       first output hook or gradient hook; queues the end-of-backward callback
+    a gradient arrives   -> _on_gradient      counts; launches the buckets that are complete, in index order
+    backward ends        -> _end_of_backward  launches the rest, waits, reads the control words,
+                                              fetches late contributions, points param.grad at the result
+
+[Note: Launch order] Buckets are launched in index order on every rank, whatever order they become ready
+in; otherwise ranks would pair different buckets in one collective. The last bucket is always launched by
+the end-of-backward callback: its gradients are the last to arrive anyway, and only then are the control
+words known.
+
+[Note: End of backward] Only autograd knows when a backward is over, so the waiting is done by a callback
+queued on it. It is queued once a pass, as early as possible: from the hook on the output it lands on the
+outermost backward even when reentrant checkpoints run backwards inside. Autograd owns the callback; one
+that dies without being called tells that the backward raised (``_on_abandoned``).
+
+[Note: One mutator] State changes only in gradient hooks and in the callback, which autograd runs one at
+a time as long as all parameters sit on one device; works are waited on and never change state.
+
+[Note: Averaging] Each rank scales its own contribution by 1/world before the sum, so that float16 cannot
+overflow in it. A pass whose gradients already hold an average keeps it: the mean of equal values is the
+value. That is not so for sums, where the part that is already synchronised is put aside (``_carried``).
+
+[Note: no_sync] Whether to synchronise is read when backward starts. Without synchronisation hooks only
+note which parameters were touched; the next pass reduces what has accumulated, whole.
+
+[Note: Late contributions] Launching early rests on a guess (see ``readiness``). A gradient that arrives
+after its bucket has left goes into a fresh tensor; the control words tell all ranks which parameters were
+late anywhere, and all run one more collective for just those. A wrong guess costs time, never a value,
+and every rank issues the same collectives whatever its graph did.
+
+[Note: Failure] After a failed collective the reducer runs no other one: it raises the same error until it
+is reset.
+"""
+
+import json
+import threading
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Variable
+from torch.profiler import record_function
+
+from gradsync.comm.groups import Group, broadcast_tensors, exchange_text
+from gradsync.ddp.backward import is_accumulating
+from gradsync.ddp.bucket import Bucket, local_tensor
+from gradsync.ddp.comm_hooks import HookedCollective
+from gradsync.ddp.control import (
+    WORD_LIMIT,
+    ControlWords,
+    RankState,
+    Slot,
+    num_words,
+    read_words,
+    split_weight,
+    write_words,
+)
+from gradsync.ddp.plan import Plan, make_plan, parameter_spec
+from gradsync.ddp.readiness import Readiness
+from gradsync.ddp.replicas import describe_parameters, first_difference
+from gradsync.ddp.rounds import reduce_newcomers, reduce_sparse
+from gradsync.ddp.settings import Reduction, Settings
+from gradsync.ddp.watch import ModuleWatch
+from gradsync.errors import ContractError, ReducerFailedError
+
+NamedParameter = tuple[str, nn.Parameter]
+
+
+class Reducer:
+    """Synchronises the gradients of one module; see the module's docstring for the order of events.
+
+    ``group`` carries the buckets, ``control_group`` (CPU tensors) everything else; they may be one.
+    """
+
+    def __init__(self, watch: ModuleWatch, group: Group, control_group: Group, settings: Settings) -> None:
+        self.watch = watch
+        self.group = group
+        self.control_group = control_group
+        self.settings = settings
+        self.rank: int = group.rank()
+        self.world_size: int = group.size()
+        self.synchronizes = True
+        self.divides_by_active_ranks = False
+        self.num_passes = 0
+        self.num_backwards = 0
+        self.gradient_weight = 0.0
+        self.hook: HookedCollective | None = None
+        self.plan_changed: Callable[[], None] = lambda: None
+        self.failure: str | None = None
+        self._pass: weakref.ref[_EndOfBackward] | None = None
+        self._is_open = False
+        self._is_complete = False
+        self._forward_thread = threading.get_ident()
+        self._handles: list[Any] = []
+        self._change: list[NamedParameter] | None = None
+        self.parameters: list[nn.Parameter] = []
+        self.touched, self.synced = bytearray(), bytearray()
+        self._install(watch.trainable())
+
+    # ------------------------------------------------------------------ plan
+
+    def _install(self, named: list[NamedParameter]) -> None:
+        """Take these parameters as the ones to synchronise, and plan their buckets anew."""
+        touched_before = {id(p) for p, t in zip(self.parameters, self.touched, strict=True) if t}
+        synced_before = {id(p) for p, s in zip(self.parameters, self.synced, strict=True) if s}
+        self.names = [name for name, _ in named]
+        self.parameters = [p for _, p in named]
+        sparse = self.watch.sparse_names()
+        self.specs = [parameter_spec(name, local_tensor(p), name in sparse) for name, p in named]
+        self.touched = bytearray(id(p) in touched_before for p in self.parameters)
+        self.synced = bytearray(id(p) in synced_before for p in self.parameters)
+        self._carried: dict[int, torch.Tensor] = {}
+        self.watch.accept()
+        self._register_hooks()
+        self.readiness = Readiness(len(named))
+        self._is_order_agreed = False
+        self._use_plan(make_plan(self.specs, reversed(range(len(named))), self.settings.caps_bytes))
+
+    def _use_plan(self, plan: Plan) -> None:
+        self.plan = plan
+        self.bucket_of = plan.bucket_of
+        digest = zlib.crc32(repr([(b.indices, str(b.dtype)) for b in plan.buckets] + [plan.sparse]).encode())
+        self._plan_digest = digest % WORD_LIMIT
+        words = num_words(len(self.specs), self.world_size)
+        last = plan.buckets[-1] if plan.buckets else None
+        self._words_ride = (
+            last is not None and last.dtype == torch.float32 and last.device.type == "cpu" and self.hook is None
+        )
+        self._words = None if self._words_ride else torch.zeros(words)
+        self.buckets = [
+            Bucket(
+                number,
+                bucket_plan,
+                self.specs,
+                [self.parameters[i] for i in bucket_plan.indices],
+                words if self._words_ride and bucket_plan is last else 0,
+                self.settings.allocate,
+            )
+            for number, bucket_plan in enumerate(plan.buckets)
+        ]
+
+    def _register_hooks(self) -> None:
+        self.remove_hooks()
+        reducer = weakref.ref(self)
+        for index, parameter in enumerate(self.parameters):
+            self._handles.append(parameter.register_post_accumulate_grad_hook(_gradient_hook(reducer, index)))
+            if self.settings.reduction is not Reduction.MEAN:
+                self._handles.append(parameter.register_hook(_carry_hook(reducer, index)))
+
+    def remove_hooks(self) -> None:
+        """Leave the parameters as they were before wrapping."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def use_hook(self, hook: HookedCollective) -> None:
+        """Let a communication hook do the collectives of the buckets from now on."""
+        self.hook = hook
+        self._use_plan(self.plan)
+
+    # ------------------------------------------------------------- the pass begins
+
+    def watch_output(self, tensor: torch.Tensor) -> None:
+        """Begin the pass when backward reaches this output, even if it reaches no parameter on this rank.
+
+        A hook and not an autograd function: a function over several outputs would turn outputs that the
+        loss left out into zero gradients.
+        """
+        reducer = weakref.ref(self)
+
+        def output_hook(_: torch.Tensor) -> None:
+            alive = reducer()
+            if alive is not None and not alive._in_pass:
+                alive._begin_pass()
+
+        self._forward_thread = threading.get_ident()
+        tensor.register_hook(output_hook)
+
+    @property
+    def _in_pass(self) -> bool:
+        return self._pass is not None and self._pass() is not None
+
+    def settle(self) -> None:
+        """Raise if a pass failed; complete one whose backward raised."""
+        if self.failure is not None:
+            raise ReducerFailedError(
+                f"rank {self.rank}: an earlier pass failed, so no gradient is synchronised any more: {self.failure}; "
+                f"end the program, or call reset_after_failure() on all ranks"
+            )
+        if self._is_open and not self._in_pass and torch._C._current_graph_task_id() == -1:
+            self._complete_abandoned()
+
+    def _begin_pass(self) -> bool:
+        """Start a pass unless synchronisation is off; returns whether there is one."""
+        if self._is_open:
+            self._complete_abandoned()
+        self.num_backwards += 1
+        if not self.synchronizes:
+            return False
+        self.settle()
+        callback = _EndOfBackward(self)
+        Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+        self._open_pass()
+        reducer = weakref.ref(self)
+        self._pass = weakref.ref(callback, lambda _: _abandon(reducer))
+        return True
+
+    def _open_pass(self) -> None:
+        if self.watch.has_changed():
+            self._change = self.watch.trainable()
+        self.readiness.start_pass()
+        for bucket, waiting in zip(self.buckets, self.readiness.num_awaited(self.plan), strict=True):
+            bucket.start_pass(waiting)
+        self._counts = self.readiness.counts
+        self._expected = self.readiness.expected
+        self._late: set[int] = set()
+        self._cursor = 0
+        self._is_complete = False
+        self._is_open = True
+
+    # ------------------------------------------------------------- a gradient arrives
+
+    def _on_gradient(self, index: int) -> None:
+        if (self._pass is None or self._pass() is None) and not self._begin_pass():
+            self.touched[index] = 1
+            return
+        self.touched[index] = 1
+        self._counts[index] += 1
+        if self._expected is None:
+            self.readiness.order.append(index)
+            return
+        number = self.bucket_of[index]
+        if number < 0:
+            return
+        bucket = self.buckets[number]
+        if bucket.is_launched:
+            self._late.add(index)
+        elif self._counts[index] == self._expected[index]:
+            bucket.waiting -= 1
+            if bucket.waiting == 0:
+                self._launch_complete()
+
+    def _launch_complete(self) -> None:
+        """Launch, in order, the buckets that wait for nothing any more; never the last one."""
+        while self._cursor < len(self.buckets) - 1 and self.buckets[self._cursor].waiting == 0:
+            self._launch(self.buckets[self._cursor])
+            self._cursor += 1
+
+    def _launch(self, bucket: Bucket) -> None:
+        with record_function(f"ddp::launch bucket {bucket.number}"):
+            self._collect(bucket)
+            self._start(bucket)
+
+    def _collect(self, bucket: Bucket) -> None:
+        self._put_carried_aside(bucket)
+        bucket.collect(self.touched, self.contribution_scale)
+
+    def _start(self, bucket: Bucket) -> None:
+        try:
+            if self.hook is not None:
+                self.hook.launch(bucket, is_last=bucket.number == len(self.buckets) - 1)
+            else:
+                bucket.work = self.group.allreduce([bucket.buffer.whole])
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    @property
+    def contribution_scale(self) -> float:
+        """What this rank multiplies its gradients by before the sum."""
+        if self.hook is not None or self.settings.reduction is not Reduction.MEAN:
+            return 1.0
+        return 1.0 / self.world_size
+
+    def _put_carried_aside(self, bucket: Bucket) -> None:
+        if self.settings.reduction is Reduction.MEAN:
+            return
+        for index in bucket.plan.indices:
+            if not self.touched[index]:
+                self.carry(index)
+
+    def carry(self, index: int) -> None:
+        """Before anything is added to a gradient that is already a sum over all ranks, put that sum aside."""
+        parameter = self.parameters[index]
+        if self.synced[index] and parameter.grad is not None:
+            self._carried[index] = parameter.grad
+            parameter.grad = None
+        self.synced[index] = 0
+
+    def take_carried(self, index: int) -> torch.Tensor | None:
+        """Return the sum that was put aside for this parameter, if any; it is the caller's from now on."""
+        return self._carried.pop(index, None)
+
+    # ------------------------------------------------------------- backward ends
+
+    def _end_of_backward(self) -> None:
+        self._pass = None
+        if not any(self._counts) and not is_accumulating(self._forward_thread):
+            self._is_open = False  # torch.autograd.grad: nothing was launched, nothing accumulated
+            return
+        self._launch_rest(RankState.TRAINING)
+        self._finish(learns=True)
+
+    def _launch_rest(self, state: RankState) -> None:
+        for bucket in self.buckets[self._cursor : -1]:
+            self._launch(bucket)
+        self._cursor = len(self.buckets)
+        self._is_complete = True
+        last = self.buckets[-1] if self.buckets else None
+        if last is not None:
+            self._collect(last)
+        if self._words_ride:
+            assert last is not None
+            self._write_words(last.buffer.tail, state)
+            self._start(last)
+        else:
+            if last is not None:
+                self._start(last)
+            assert self._words is not None
+            self._write_words(self._words, state)
+            self._words_work = self.control_group.allreduce([self._words])
+
+    def _write_words(self, target: torch.Tensor, state: RankState) -> None:
+        high, low = split_weight(self.gradient_weight)
+        slot = Slot(
+            state=state,
+            pass_number=self.num_passes % WORD_LIMIT,
+            plan_digest=self._plan_digest,
+            change_digest=self._change_digest(),
+            weight_high=high,
+            weight_low=low,
+        )
+        write_words(target, self._used(), self._late, slot, self.rank, len(self.specs))
+
+    def _used(self) -> list[int]:
+        """Parameters with a contribution; a touched one whose gradient the user has dropped since has none."""
+        missing = {index for bucket in self.buckets for index in bucket.missing} - self._late
+        missing.update(index for index in self.plan.sparse if self.parameters[index].grad is None)
+        if not missing and all(self.touched):
+            return list(range(len(self.specs)))
+        return [index for index, touched in enumerate(self.touched) if touched and index not in missing]
+
+    def _change_digest(self) -> int:
+        if self._change is None:
+            return 0
+        facts = [(name, tuple(p.shape), str(p.dtype)) for name, p in self._change]
+        return zlib.crc32(repr(facts).encode()) % (WORD_LIMIT - 1) + 1
+
+    def _finish(self, learns: bool = False, joined: bool = False) -> None:
+        """Wait for everything that was launched, and turn it into gradients."""
+        try:
+            with record_function("ddp::wait"):
+                words = self._wait()
+            self._check(words)
+            self._add_late(words)
+            self._divide(words)
+            self._write_back(words)
+            if self.plan.sparse:
+                reduce_sparse(self, words)
+            if self._change is not None:
+                self._take_change()
+            elif learns:
+                self._learn(joined)
+        except ContractError:
+            raise
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            self._close_pass()
+
+    def _close_pass(self) -> None:
+        self._is_open = False
+        self._change = None
+        self.num_passes += 1
+        self.gradient_weight = 0.0
+        for bucket in self.buckets:
+            bucket.work = None
+
+    def _wait(self) -> ControlWords:
+        for bucket in self.buckets:
+            if self.hook is not None:
+                self.hook.wait(bucket, [self.names[i] for i in bucket.plan.indices])
+            else:
+                bucket.work.wait()
+        if self._words_ride:
+            return read_words(self.buckets[-1].buffer.tail, len(self.specs))
+        assert self._words is not None
+        self._words_work.wait()
+        return read_words(self._words, len(self.specs))
+
+    def _check(self, words: ControlWords) -> None:
+        """Raise, on all ranks alike, if the ranks were not in the same pass of the same plan."""
+        slots = words.slots
+        abandoned = [rank for rank, slot in enumerate(slots) if slot.state == RankState.ABANDONED]
+        if abandoned and len(abandoned) < len(slots):
+            self._drop_gradients()
+            raise ContractError(
+                f"rank {self.rank}: the backward of rank(s) {_numbers(abandoned)} raised an exception in pass "
+                f"{self.num_passes}, so the gradients of this pass are incomplete and were dropped on all ranks; "
+                f"the exception on that rank says why"
+            )
+        self._check_change(slots)
+        for what, values in (
+            ("pass number", [slot.pass_number for slot in slots]),
+            ("bucket plan", [slot.plan_digest for slot in slots]),
+        ):
+            if len(set(values)) > 1:
+                raise ReducerFailedError(
+                    f"rank {self.rank}: the ranks are not in the same pass: {what} {values} by rank; every rank must run "
+                    f"the same number of synchronised backwards (see join for uneven inputs)"
+                )
+
+    def _check_change(self, slots: Sequence[Slot]) -> None:
+        """Raise on all ranks if the set of trainable parameters has changed on some, or differently."""
+        changes = [slot.change_digest for slot in slots if slot.state != RankState.JOINED]
+        if len(set(changes)) <= 1:
+            return
+        self._drop_gradients()
+        mine = self._change if self._change is not None else list(zip(self.names, self.parameters, strict=True))
+        everyone = exchange_text(self.control_group, json.dumps(describe_parameters(mine)), torch.device("cpu"))
+        raise ContractError(
+            f"rank {self.rank}: the ranks no longer train the same parameters: {first_difference(everyone)}; freeze, "
+            f"unfreeze, replace or add parameters on all ranks alike, before the same step"
+        )
+
+    def _drop_gradients(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.touched = bytearray(len(self.parameters))
+
+    def _add_late(self, words: ControlWords) -> None:
+        late = words.late_anywhere
+        if not late:
+            return
+        everything = bytearray(b"\1" * len(self.specs))
+        plan = make_plan(self.specs, late, [float("inf")])
+        for number, bucket_plan in enumerate(plan.buckets):
+            parameters = [self.parameters[i] for i in bucket_plan.indices]
+            extra = Bucket(len(self.buckets) + number, bucket_plan, self.specs, parameters)
+            extra.collect(everything, self.contribution_scale)
+            if self.hook is not None:
+                self.hook.launch(extra, is_last=False)
+                self.hook.wait(extra, [self.names[i] for i in bucket_plan.indices])
+            else:
+                self.group.allreduce([extra.buffer.whole]).wait()
+            for index, view in zip(bucket_plan.indices, extra.views, strict=True):
+                bucket = self.buckets[self.bucket_of[index]]
+                bucket.view_of(index).add_(view)
+
+    def _divide(self, words: ControlWords) -> None:
+        """Apply what only the control words could tell: the total weight, or the number of ranks with a batch."""
+        factor = self.late_factor(words)
+        if factor != 1.0:
+            for bucket in self.buckets:
+                bucket.buffer.gradients.mul_(factor)
+
+    def late_factor(self, words: ControlWords) -> float:
+        """Return what the sum over ranks is still to be multiplied by."""
+        if self.settings.reduction is Reduction.WEIGHTED:
+            total = words.total_weight
+            if not total > 0:
+                raise ReducerFailedError(
+                    f"rank {self.rank}: reduction='weighted' needs a gradient weight, but the ranks' weights add up to {total}; "
+                    f"call add_gradient_weight(number of tokens or samples) before each backward"
+                )
+            return 1.0 / total
+        if self.divides_by_active_ranks and self.hook is None and self.settings.reduction is Reduction.MEAN:
+            return self.world_size / max(words.num_training, 1)
+        return 1.0
+
+    def _write_back(self, words: ControlWords) -> None:
+        all_used = min(words.used, default=1) > 0
+        for bucket in self.buckets:
+            for index in bucket.plan.indices if self._carried else ():
+                carried = self.take_carried(index)
+                if carried is None:
+                    continue
+                if words.used[index]:
+                    bucket.view_of(index).add_(local_tensor(carried))
+                else:
+                    bucket.keep(index, carried)
+            bucket.write_back(None if all_used else [words.used[i] > 0 for i in bucket.plan.indices])
+        self.touched = bytearray(len(self.touched))
+        self.synced = bytearray(b"\1" * len(self.synced))
+
+    # ------------------------------------------------------------- between passes
+
+    def _learn(self, joined: bool) -> None:
+        """Take this pass as the expectation for the next; after the first one, agree on rank 0's ready order."""
+        if not joined:
+            self.readiness.learn(self._late)
+        if self._is_order_agreed:
+            return
+        self._is_order_agreed = True
+        mine = torch.tensor(self.readiness.ready_order(), dtype=torch.int64)
+        agreed = broadcast_tensors(self.control_group, [mine], source=0)[0].tolist()
+        plan = make_plan(self.specs, agreed, self.settings.caps_bytes)
+        if plan.buckets != self.plan.buckets:
+            self._use_plan(plan)
+            self.plan_changed()
+
+    def _take_change(self) -> None:
+        """Adopt another set of trainable parameters, which is the same on all ranks (see ``_check_change``)."""
+        assert self._change is not None
+        reduce_newcomers(self, self._change)
+        self._install(self._change)
+        self.plan_changed()
+
+    def _fail(self, error: BaseException) -> None:
+        if self.failure is None:
+            self.failure = f"{type(error).__name__}: {error}"
+
+    def reset_after_failure(self) -> None:
+        """Forget a failure and everything learned; to be called on all ranks, on a group that still works."""
+        self.failure = None
+        self._pass = None
+        self._is_open = False
+        self._install(self.watch.trainable())
+
+    # ------------------------------------------------------------- passes without a backward
+
+    def synchronize(self) -> None:
+        """Reduce what has accumulated so far, as the end of a backward would."""
+        self.settle()
+        self._open_pass()
+        self._launch_rest(RankState.TRAINING)
+        self._finish()
+
+    def shadow_pass(self) -> None:
+        """Take part in a pass of the other ranks with nothing to contribute."""
+        self.settle()
+        self._open_pass()
+        self._launch_rest(RankState.JOINED)
+        self._finish(learns=True, joined=True)
+
+    def _launch_abandoned(self) -> None:
+        """Launch what a backward that raised has left undone, so that the other ranks are not kept waiting.
+
+        Its gradients are worth nothing; they are taken off the parameters now, before the user clears them.
+        """
+        if self.failure is None and self._is_open and not self._is_complete:
+            self._launch_rest(RankState.ABANDONED)
+            self._drop_gradients()
+
+    def _complete_abandoned(self) -> None:
+        """Wait for the collectives of a pass whose backward raised; an error unless it raised on every rank."""
+        self._launch_abandoned()
+        self._pass = None
+        try:
+            slots = self._wait().slots
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            self._close_pass()
+        others = [rank for rank, slot in enumerate(slots) if slot.state != RankState.ABANDONED]
+        if others:
+            raise ContractError(
+                f"rank {self.rank}: the backward of pass {self.num_passes - 1} raised an exception here but not on "
+                f"rank(s) {_numbers(others)}; its gradients were dropped on all ranks, and all of them raise"
+            )
+
+    def unsynchronized(self) -> list[str]:
+        """Return the names of the parameters that hold gradients of this rank alone."""
+        return [
+            name
+            for name, p, touched in zip(self.names, self.parameters, self.touched, strict=True)
+            if touched and p.grad is not None
+        ]
+
+
+class _EndOfBackward:
+    """What autograd calls when backward is over; see [Note: End of backward]."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
+
+    def __call__(self) -> None:
+        self._reducer._end_of_backward()
+
+
+def _gradient_hook(reducer: "weakref.ref[Reducer]", index: int) -> Callable[[torch.Tensor], None]:
+    def hook(_: torch.Tensor) -> None:
+        alive = reducer()
+        if alive is not None:
+            alive._on_gradient(index)
+
+    return hook
+
+
+def _carry_hook(reducer: "weakref.ref[Reducer]", index: int) -> Callable[[torch.Tensor], None]:
+    def hook(_: torch.Tensor) -> None:
+        alive = reducer()
+        if alive is not None and alive.synced[index]:
+            alive.carry(index)
+
+    return hook
+
+
+def _abandon(reducer: "weakref.ref[Reducer]") -> None:
+    alive = reducer()
+    if alive is not None:
+        try:
+            alive._launch_abandoned()
+        except BaseException as error:  # the exception that ended the backward is on its way already
+            alive._fail(error)
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

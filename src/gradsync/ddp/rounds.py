@@ -1,0 +1,102 @@
+"""Collectives that only some passes need: for parameters that are new, and for sparse gradients.
+
+All ranks know from the control words that such a round is due, so all of them run it.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from gradsync.comm.groups import Group
+from gradsync.ddp.bucket import Bucket, local_tensor
+from gradsync.ddp.control import ControlWords
+from gradsync.ddp.plan import make_plan, parameter_spec
+
+if TYPE_CHECKING:
+    from gradsync.ddp.reducer import Reducer
+
+_NONE, _SPARSE, _DENSE = 0, 1, 2
+
+
+def reduce_newcomers(reducer: "Reducer", named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Reduce the gradients of the parameters that the plan of this pass did not know yet."""
+    known = {id(p) for p in reducer.parameters}
+    newcomers = [(name, p) for name, p in named if id(p) not in known]
+    if not newcomers:
+        return
+    parameters = [p for _, p in newcomers]
+    has_grad = torch.tensor([float(p.grad is not None) for p in parameters])
+    reducer.control_group.allreduce([has_grad]).wait()
+    specs = [parameter_spec(name, local_tensor(p)) for name, p in newcomers]
+    plan = make_plan(specs, range(len(specs)), reducer.settings.caps_bytes)
+    factor = reducer.contribution_scale
+    for number, bucket_plan in enumerate(plan.buckets):
+        bucket = Bucket(number, bucket_plan, specs, [parameters[i] for i in bucket_plan.indices])
+        bucket.collect(bytearray(b"\1" * len(specs)), factor)
+        reducer.group.allreduce([bucket.buffer.whole]).wait()
+        bucket.write_back([bool(has_grad[i] > 0) for i in bucket_plan.indices])
+
+
+def reduce_sparse(reducer: "Reducer", words: ControlWords) -> None:
+    """Reduce the gradients of the parameters whose module declares them sparse.
+
+    A gradient that is dense on some rank (its table is used by a dense layer too) is dense on all.
+    """
+    used = [i for i in reducer.plan.sparse if words.used[i] > 0]
+    factor = reducer.contribution_scale * reducer.late_factor(words)
+    for index in used:
+        parameter = reducer.parameters[index]
+        grad = parameter.grad
+        if grad is not None and grad.is_sparse:
+            grad = grad.coalesce()
+        kinds, lengths = _exchange_kinds(reducer.control_group, grad)
+        if _DENSE in kinds:
+            parameter.grad = _reduce_dense(reducer.group, parameter, grad, factor)
+        else:
+            parameter.grad = _gather_sparse(reducer.group, parameter, grad, lengths, factor)
+        carried = reducer.take_carried(index)
+        if carried is not None:
+            parameter.grad = parameter.grad + carried
+
+
+def _exchange_kinds(group: Group, grad: torch.Tensor | None) -> tuple[list[int], list[int]]:
+    if grad is None:
+        mine = [_NONE, 0]
+    else:
+        mine = [_SPARSE, grad._nnz()] if grad.is_sparse else [_DENSE, 0]
+    own = torch.tensor(mine, dtype=torch.int64)
+    everyone = [torch.zeros_like(own) for _ in range(group.size())]
+    group.allgather([everyone], [own]).wait()
+    return [int(e[0]) for e in everyone], [int(e[1]) for e in everyone]
+
+
+def _reduce_dense(
+    group: Group, parameter: torch.Tensor, grad: torch.Tensor | None, factor: float
+) -> torch.Tensor:
+    dense = torch.zeros_like(parameter) if grad is None else (grad.to_dense() if grad.is_sparse else grad.clone())
+    dense.mul_(factor)
+    group.allreduce([dense]).wait()
+    return dense
+
+
+def _gather_sparse(
+    group: Group, parameter: torch.Tensor, grad: torch.Tensor | None, lengths: Sequence[int], factor: float
+) -> torch.Tensor:
+    """Concatenate all ranks' rows; a row that several ranks have is summed by ``coalesce``."""
+    longest = max(lengths)
+    row_shape = parameter.shape[1:]
+    indices = torch.zeros(longest, dtype=torch.int64, device=parameter.device)
+    values = torch.zeros(longest, *row_shape, dtype=parameter.dtype, device=parameter.device)
+    if grad is not None and longest:
+        indices[: grad._nnz()] = grad.indices()[0]
+        values[: grad._nnz()] = grad.values() * factor
+    all_indices = [torch.zeros_like(indices) for _ in lengths]
+    all_values = [torch.zeros_like(values) for _ in lengths]
+    if longest:
+        group.allgather([all_indices], [indices]).wait()
+        group.allgather([all_values], [values]).wait()
+    rows = torch.cat([part[:n] for part, n in zip(all_indices, lengths, strict=True)])
+    entries = torch.cat([part[:n] for part, n in zip(all_values, lengths, strict=True)])
+    return torch.sparse_coo_tensor(rows.unsqueeze(0), entries, parameter.shape).coalesce()

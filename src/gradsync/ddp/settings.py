@@ -1,0 +1,27 @@
+"""How one reducer is to work; fixed at construction."""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gradsync.ddp.bucket import Allocator, allocate_zeros
+
+
+class Reduction(enum.StrEnum):
+    """What becomes of the ranks' gradients."""
+
+    MEAN = "mean"
+    """Their sum divided by the number of ranks."""
+    SUM = "sum"
+    """Their sum."""
+    WEIGHTED = "weighted"
+    """Their sum divided by the sum of all gradient weights, over ranks and accumulation steps."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The choices that the reducer needs to know."""
+
+    caps_bytes: Sequence[float]
+    reduction: Reduction = Reduction.MEAN
+    allocate: Allocator = allocate_zeros
