@@ -15,6 +15,7 @@ from gradsync.errors import ConfigError, GradsyncError
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
 
 COMMANDS = {
     "train": ("gradsync.cli.train", "train a GPT on text, on one or many processes"),

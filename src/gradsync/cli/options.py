@@ -29,10 +29,17 @@ class Parser(ArgumentParser):
         one_line = " ".join(message.split())
         unknown = re.match(r"unrecognized arguments: (\S+)", one_line, re.IGNORECASE)
         if unknown:
-            return nearest(unknown[1], [option for action in self._actions for option in action.option_strings])
+            return nearest(
+                unknown[1], [option for action in self._actions for option in action.option_strings]
+            )
         # Parser key "lr": Expected a <class 'float'>. Got value: x
-        wrong = re.match(r'Parser key "([^"]+)":? (.*)', one_line)
-        return f"{flag(wrong[1])}: {wrong[2]}" if wrong else one_line
+        wrong = re.match(
+            r'Parser key "([^"]+)": .*?(?:typing\.)?(?:Expected an? )(.*)\. Got value: (.*)', one_line
+        )
+        if not wrong:
+            return one_line
+        expected = re.sub(r"<class '(\w+)'>|(?:typing\.)?Literal(\[.*\])", r"\1\2", wrong[2])
+        return f"{flag(wrong[1])} is {wrong[3]!r}; expected {expected}"
 
 
 def new_parser(command: str, description: str) -> Parser:
@@ -55,7 +62,11 @@ def add_config_options(parser: Parser) -> None:
     groups: dict[str, Any] = {}
     for spec in fields(TrainConfig):
         title = spec.metadata["group"]
-        group = groups.setdefault(title, parser.add_argument_group(title)) if title not in groups else groups[title]
+        group = (
+            groups.setdefault(title, parser.add_argument_group(title))
+            if title not in groups
+            else groups[title]
+        )
         name, text = flag(spec.name), spec.metadata["help"]
         if types[spec.name] is bool and spec.default is False:
             group.add_argument(name, action="store_true", help=text)

@@ -1,31 +1,29 @@
-"""A child process that does not outlive its parent, however the parent ends."""
+"""A child process that does not outlive the one that started it, however that one ends."""
 
 import ctypes
+import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import sys
 import threading
-import time
 
 _PR_SET_PDEATHSIG = 1
-_LOOK_EVERY_S = 1.0
 
 
-def die_with(parent: int) -> None:
-    """Have this process killed when its parent process is gone; at once if it is gone already.
+def die_with_parent() -> None:
+    """End this process when the one that started it is gone; at once if it is gone already.
 
-    Linux's kernel does it; elsewhere a thread looks once a second. Checkpoints stand a kill at any
-    moment, so nothing is lost but the steps since the last one.
+    On Linux the kernel kills it, even where Python can't run; everywhere a thread waits for the end of
+    a pipe that the parent holds open. Checkpoints stand a kill at any moment.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    else:
-        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    if os.getppid() != parent:
-        os._exit(1)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_wait_for_end_of, args=(parent.sentinel,), daemon=True).start()
 
 
-def _watch(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_LOOK_EVERY_S)
+def _wait_for_end_of(sentinel: int) -> None:
+    multiprocessing.connection.wait([sentinel])
     os._exit(1)

@@ -174,7 +174,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 def _describe_files(folder: Path, prefix: str) -> dict[str, dict[str, Any]]:
     return {
-        path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(folder.glob(f"{prefix}*"))
+        path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        for path in sorted(folder.glob(f"{prefix}*"))
     }
 
 

@@ -14,7 +14,10 @@ from enum import IntEnum
 from pathlib import Path
 from types import FrameType
 
-EXIT_INTERRUPTED = 130
+STOP_WORD = "stop"
+"""The file in which the launcher writes the name of a reason to stop."""
+
+_EXIT_INTERRUPTED = 130
 
 
 class StopReason(IntEnum):
@@ -65,7 +68,9 @@ def listening(requests: StopRequests, repeat_s: float = 0.0) -> Iterator[None]:
 
 
 class _Handler:
-    def __init__(self, requests: StopRequests, repeat_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, requests: StopRequests, repeat_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._requests = requests
         self._repeat_s = repeat_s
         self._clock = clock
@@ -77,7 +82,7 @@ class _Handler:
             return
         now = self._clock()
         if self._interrupted_s is not None and now - self._interrupted_s >= self._repeat_s:
-            os._exit(EXIT_INTERRUPTED)  # no clean-up: it may hang, and that is why one asks twice
+            os._exit(_EXIT_INTERRUPTED)  # no clean-up: it may hang, and that is why one asks twice
         if self._interrupted_s is None:
             self._interrupted_s = now
         self._requests.ask(StopReason.INTERRUPT)

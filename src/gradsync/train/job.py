@@ -92,9 +92,13 @@ class Job:
         if self._place.ranks.rank != 0:
             return None
         config = self._config
-        options = SampleOptions(config.sample_tokens, config.sample_temperature, config.sample_top_k, config.seed)
+        options = SampleOptions(
+            config.sample_tokens, config.sample_temperature, config.sample_top_k, config.seed
+        )
         tokenizer = self._material.corpus.tokenizer
-        pieces = stream_text(self._material.model, tokenizer, config.sample_prompt, options, self._place.device)
+        pieces = stream_text(
+            self._material.model, tokenizer, config.sample_prompt, options, self._place.device
+        )
         text = config.sample_prompt + "".join(pieces)
         self._folder.write_sample(step, text)
         return text
@@ -191,7 +195,9 @@ class Job:
     def _announce(self) -> None:
         corpus, plan, model = self._material.corpus, self._material.plan, self._material.model
         shape = model.config
-        self.note(f"data: {corpus.name}; {corpus.train.num_tokens:,} tokens to train on, {corpus.val.num_tokens:,} to validate")
+        self.note(
+            f"data: {corpus.name}; {corpus.train.num_tokens:,} tokens to train on, {corpus.val.num_tokens:,} to validate"
+        )
         for line in corpus.notes:
             self.note(line)
         self.note(

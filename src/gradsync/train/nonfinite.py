@@ -9,7 +9,10 @@ from gradsync.train.ranks import Ranks
 
 
 def find_sequences(
-    model: nn.Module, micro_batches: Iterable[tuple[Tensor, Tensor]], numbers: Sequence[int], device: torch.device
+    model: nn.Module,
+    micro_batches: Iterable[tuple[Tensor, Tensor]],
+    numbers: Sequence[int],
+    device: torch.device,
 ) -> list[int]:
     """Return the global numbers of this rank's sequences that give no finite loss or gradient by themselves.
 

@@ -69,7 +69,9 @@ class RunFolder:
                 folder.mkdir(parents=True, exist_ok=True)
             _write_atomically(self.config_file, yaml.safe_dump(asdict(config), sort_keys=False))
         except OSError as error:
-            raise ConfigError(f"run folder {self.path} cannot be written: {error}; give another one with --run") from error
+            raise ConfigError(
+                f"run folder {self.path} cannot be written: {error}; give another one with --run"
+            ) from error
 
     def append_start(self, start: dict[str, Any]) -> None:
         """Note where and on what a start ran."""
@@ -99,11 +101,15 @@ def check_usable(config: TrainConfig) -> None:
         raise ConfigError(f"run folder {path} is a file; give a folder with --run")
     blocker = next((parent for parent in path.parents if parent.exists()), Path())
     if not blocker.is_dir():
-        raise ConfigError(f"run folder {path} cannot be made: {blocker} is not a folder; give another one with --run")
+        raise ConfigError(
+            f"run folder {path} cannot be made: {blocker} is not a folder; give another one with --run"
+        )
     is_taken = path.is_dir() and any(path.iterdir())
     if config.resume:
         if not is_taken:
-            raise ConfigError(f"there is nothing to resume in {path}; leave --resume out to start a new run there")
+            raise ConfigError(
+                f"there is nothing to resume in {path}; leave --resume out to start a new run there"
+            )
         _check_same_run(config, read_config(path))
     elif is_taken:
         raise ConfigError(
@@ -120,7 +126,9 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         options = yaml.safe_load(RunFolder(path).config_file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CheckpointError(f"{path} is not a run folder: its config.yaml cannot be read ({error.strerror})") from error
+        raise CheckpointError(
+            f"{path} is not a run folder: its config.yaml cannot be read ({error.strerror})"
+        ) from error
     except yaml.YAMLError as error:
         raise CheckpointError(f"{path / 'config.yaml'} is damaged: {error}") from error
     if not isinstance(options, dict):
@@ -141,7 +149,9 @@ def newest_run_path() -> str:
     """
     runs = [path.parent for path in _RUNS.glob("*/config.yaml")]
     if not runs:
-        raise ConfigError(f"--resume without --run continues the newest run below {_RUNS}/, and there is none")
+        raise ConfigError(
+            f"--resume without --run continues the newest run below {_RUNS}/, and there is none"
+        )
     return str(max(runs, key=lambda run: (run / "config.yaml").stat().st_mtime))
 
 

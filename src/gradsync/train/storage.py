@@ -61,7 +61,9 @@ _DTYPE_NAMES = {
 
 class _TensorsOnly(DefaultLoadPlanner):
     def load_bytes(self, read_item: Any, value: IO[bytes]) -> None:
-        raise CheckpointError(f"{read_item.dest_index.fqn} is no tensor; the checkpoint was not written by gradsync")
+        raise CheckpointError(
+            f"{read_item.dest_index.fqn} is no tensor; the checkpoint was not written by gradsync"
+        )
 
 
 class _Reader(dcp.FileSystemReader):
