@@ -180,9 +180,7 @@ def test_a_result_that_cannot_travel_is_an_error(ranks: RankPool) -> None:
         ranks(_unpicklable)
 
 
-def test_a_job_that_leaves_its_ranks_out_of_step_is_refused(
-    ranks: RankPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_leaves_its_ranks_out_of_step_is_refused(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rank_pool.GRACE_S", 0.2)
     with pytest.raises(RankJobError, match="out of step: operations on the group were rank 0: 1, rank 1: 0"):
         ranks.close()

@@ -1,9 +1,4 @@
-"""Small services over a process group that the engine leans on: a private copy, text, and bytes.
-
-A private group has the same ranks as the user's group but its own connections, so that the engine's
-collectives pair only with each other: two wrapped models in one backward, or a stray collective of
-the user's, cannot be mixed up with a gradient bucket.
-"""
+"""Small services over a process group: its time-out, and exchanging text, numbers and tensors as bytes."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -23,26 +18,6 @@ def group_timeout(group: Group, device: torch.device) -> timedelta:
     options = getattr(group._get_backend(device), "options", None)
     timeout = getattr(options, "_timeout", None) or getattr(group, "timeout", None)
     return timeout if isinstance(timeout, timedelta) else default_pg_timeout
-
-
-def private_group(group: Group, device: torch.device, backend: str | None = None) -> Group:
-    """Return a new group of the same ranks; collective over ``group``, whose members alone take part."""
-    name = backend or dist.get_backend(group)
-    copy = dist.new_group(
-        ranks=dist.get_process_group_ranks(group),
-        timeout=group_timeout(group, device),
-        backend=name,
-        use_local_synchronization=True,
-        group_desc="gradsync engine",
-    )
-    assert isinstance(copy, Group)
-    return copy
-
-
-def release_group(group: Group) -> None:
-    """Close a private group, unless the user has already shut everything down."""
-    if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
-        dist.destroy_process_group(group)
 
 
 def exchange_text(group: Group, text: str, device: torch.device) -> list[str]:

@@ -79,7 +79,9 @@ def init_process_group(
             **kwargs,
         )
     except dist.DistNetworkError as error:
-        raise BackendError(f"the ranks could not meet: {error}; check MASTER_ADDR, MASTER_PORT and the firewall") from error
+        raise BackendError(
+            f"the ranks could not meet: {error}; check MASTER_ADDR, MASTER_PORT and the firewall"
+        ) from error
     if dist.get_rank() == 0:
         logger.info("process group: %s, %d rank(s) (%s)", choice.name, dist.get_world_size(), choice.reason)
 

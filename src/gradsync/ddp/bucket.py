@@ -51,9 +51,7 @@ class FlatBuffer:
         if _storage_count(self.whole) > self.idle_storage_count:
             return True
         counts = map(sys.getrefcount, self.views)
-        return any(
-            now - own > idle for now, own, idle in zip(counts, num_own, self.idle_view_counts, strict=True)
-        )
+        return any(now - own > idle for now, own, idle in zip(counts, num_own, self.idle_view_counts, strict=True))
 
 
 class Bucket:
@@ -182,9 +180,7 @@ class Bucket:
     def _make_buffer(self) -> FlatBuffer:
         plan = self.plan
         whole = self._allocate(plan.numel + self._tail_numel, plan.dtype, plan.device)
-        views = [
-            _view_at(whole, offset, spec) for offset, spec in zip(plan.offsets, self._specs, strict=True)
-        ]
+        views = [_view_at(whole, offset, spec) for offset, spec in zip(plan.offsets, self._specs, strict=True)]
         buffer = FlatBuffer(whole, whole[: plan.numel], whole[plan.numel :], views)
         buffer.remember_idle_counts()
         return buffer

@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.utils import _to_kwargs
 
-from gradsync.comm.groups import broadcast_tensors, group_timeout, private_group, release_group
+from gradsync.comm.groups import broadcast_tensors, group_timeout
+from gradsync.comm.private import Lease, borrow_group
 from gradsync.ddp import arguments, guard
 from gradsync.ddp.comm_hooks import CommHook, HookedCollective, check_hook
 from gradsync.ddp.join import Announcement, DDPJoinHook, announce, hook_arguments
@@ -24,6 +25,7 @@ from gradsync.ddp.outputs import find_tensors
 from gradsync.ddp.plan import caps_from_mib
 from gradsync.ddp.reducer import Reducer
 from gradsync.ddp.replicas import (
+    Description,
     broadcast_state,
     check_contract,
     check_parameters,
@@ -78,7 +80,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         ContractError: on all ranks, if their models differ; the first difference is named.
     """
 
-    _active_ddp_module: ClassVar["DistributedDataParallel | None"] = None  # type: ignore[assignment]
+    reducer: Reducer  # type: ignore[assignment]
+    _active_ddp_module: ClassVar["DistributedDataParallel | None"] = None  # type: ignore[assignment, misc]
 
     def __init__(  # noqa: C901 - mirrors torch's signature, twenty arguments
         self,
@@ -142,15 +145,21 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """Check the module on all ranks together, then start it everywhere from rank 0's values."""
         named = self._watch.all_parameters()
         problem, error_type = self._problem(named, device_ids, output_device)
-        self.device = named[0][1].device if named else _CPU
+        self.device: torch.device = named[0][1].device if named else _CPU
         self.device_type = self.device.type
         self.is_multi_device_module = len({p.device for _, p in named}) > 1
-        self.device_ids = [torch.device(self.device_type, _index(d)) for d in device_ids] if device_ids else None
+        self.device_ids = [_index(d) for d in device_ids] if device_ids else None
         self.output_device = output_device if device_ids else None
         group = self.process_group
         if init_sync and group.size() > 1:
-            facts = [["the module", "check", problem or "fine"], ["bucket limits (bytes)", "setting", list(self._settings.caps_bytes)]]
-            facts += [["reduction", "setting", str(self._settings.reduction)], ["forward_sync_buffers", "setting", self.forward_sync_buffers]]
+            facts: Description = [
+                ["the module", "check", problem or "fine"],
+                ["bucket limits (bytes)", "setting", list(self._settings.caps_bytes)],
+            ]
+            facts += [
+                ["reduction", "setting", str(self._settings.reduction)],
+                ["forward_sync_buffers", "setting", self.forward_sync_buffers],
+            ]
             if problem is None:
                 facts += describe_parameters(named) + describe_buffers(self._watch.buffers())
             check_contract(group, facts, self.device, group.rank())
@@ -180,17 +189,21 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self._seen_backwards = 0
         self._seen_passes = 0
         self._has_rebuilt_buckets = False
+        self._lease: Lease | None = None
         if shared_with is not None:
+            self._lease = shared_with._lease
             bucket_group, control_group = shared_with.reducer.group, shared_with.reducer.control_group
         elif group.size() == 1:
             bucket_group = control_group = group
         elif self.device_type == "cpu":
-            bucket_group = control_group = private_group(group, self.device)
-            weakref.finalize(self, release_group, bucket_group).atexit = False
+            self._lease = borrow_group(group, self.device)
+            bucket_group = control_group = self._lease.group
         else:
-            bucket_group, control_group = group, private_group(group, self.device, "gloo")
-            weakref.finalize(self, release_group, control_group).atexit = False
+            self._lease = borrow_group(group, self.device, "gloo")
+            bucket_group, control_group = group, self._lease.group
         self.reducer = Reducer(self._watch, bucket_group, control_group, self._settings)
+        if self._lease is not None:
+            self.reducer.on_failure = self._lease.spoil
         alive = weakref.ref(self)
         self.reducer.plan_changed = lambda: _note_rebuilt(alive)
         if group.size() == 1 and self._settings.reduction != "weighted":
@@ -216,17 +229,17 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             output = self.module(*inputs, **kwargs)
         return self._post_forward(output)
 
-    @torch._disable_dynamo(recursive=True)
+    @torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined, untyped-decorator]
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         if self._is_active:
             self.reducer.settle()
             self._synchronize_before_forward()
         if self.device_ids:
-            moved, moved_kwargs = _to_kwargs(inputs, kwargs, self.device_ids[0], False)
+            moved, moved_kwargs = _to_kwargs(inputs, kwargs, self.device, False)
             return moved[0], moved_kwargs[0]
         return inputs, kwargs
 
-    @torch._disable_dynamo(recursive=True)
+    @torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined, untyped-decorator]
     def _post_forward(self, output: Any) -> Any:
         if self._is_active and torch.is_grad_enabled():
             for tensor in find_tensors(output):
@@ -335,7 +348,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         if mode not in ("broadcast", "mean"):
             raise ConfigError(f"sync_buffers takes mode 'broadcast' or 'mean', but got {mode!r}")
         if self.reducer.world_size == 1:
-            return
+            return None
         if mode == "broadcast":
             return self._broadcast_buffers(0)
         with torch.no_grad():
@@ -383,7 +396,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 flat = torch.cat([g.reshape(-1) for g in same]).mul_(scale)
                 wire = torch.view_as_real(flat) if flat.is_complex() else flat
                 self._state_group.allreduce([wire]).wait()
-                for g, part in zip(same, flat.split([g.numel() for g in same]), strict=True):
+                for g, part in zip(same, torch.split(flat, [g.numel() for g in same]), strict=True):
                     g.copy_(part.view(g.shape))
         return list(grads)
 
@@ -421,7 +434,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     ) -> Join:
         """Return a context in which ranks may run out of batches at different times."""
         return Join(
-            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
         )
 
     def join_hook(self, **kwargs: Any) -> DDPJoinHook:
@@ -481,7 +497,16 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def _plain_state(self) -> dict[str, Any]:
         """Return the attributes that survive copying and pickling: no groups, no reducer, no module."""
-        left_out = {"process_group", "reducer", "device_mesh", "_watch", "_join_config", "training", "_comm_hooks"}
+        left_out = {
+            "process_group",
+            "reducer",
+            "device_mesh",
+            "_watch",
+            "_lease",
+            "_join_config",
+            "training",
+            "_comm_hooks",
+        }
         return {
             name: value
             for name, value in self.__dict__.items()
@@ -510,8 +535,11 @@ def _group_of(ranks: Sequence[int] | None) -> Any:
     return dist.new_group(list(ranks), use_local_synchronization=True)
 
 
-def _index(device: Any) -> int | None:
-    return device if isinstance(device, int) else torch.device(device).index
+def _index(device: Any) -> int:
+    if isinstance(device, int):
+        return device
+    index = torch.device(device).index
+    return torch.cuda.current_device() if index is None else index
 
 
 def _note_rebuilt(ddp: "Callable[[], DistributedDataParallel | None]") -> None:

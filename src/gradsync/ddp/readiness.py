@@ -34,8 +34,7 @@ class Readiness:
             return [len(bucket.indices) + 1 for bucket in plan.buckets]
         expected, erratic = self.expected, self._erratic
         return [
-            sum(1 for index in bucket.indices if expected[index])
-            + any(index in erratic for index in bucket.indices)
+            sum(1 for index in bucket.indices if expected[index]) + any(index in erratic for index in bucket.indices)
             for bucket in plan.buckets
         ]
 
