@@ -65,9 +65,7 @@ def record(folder: Path, failure: Failure) -> None:
 def recorded(folder: Path) -> list[Failure]:
     """Return the failures left in a folder, causes before aftermaths."""
     entries = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("rank-*.json"))]
-    return sorted(
-        (Failure(**entry) for entry in entries), key=lambda failure: (failure.is_aftermath, failure.rank)
-    )
+    return sorted((Failure(**entry) for entry in entries), key=lambda failure: (failure.is_aftermath, failure.rank))
 
 
 def cause(failures: list[Failure], first_rank: int, first_code: int) -> Failure:
@@ -80,9 +78,7 @@ def cause(failures: list[Failure], first_rank: int, first_code: int) -> Failure:
 
 def describe(failure: Failure, config: TrainConfig) -> str:
     """Return the one line about a failure; with ``--debug`` the traceback follows."""
-    message = (
-        failure.message if failure.is_expected else f"rank {failure.rank}: {failure.kind}: {failure.message}"
-    )
+    message = failure.message if failure.is_expected else f"rank {failure.rank}: {failure.kind}: {failure.message}"
     if config.debug:
         return f"{message}\n{failure.trace}"
     log = RunFolder(config.run or "").error_log

@@ -29,13 +29,9 @@ class Parser(ArgumentParser):
         one_line = " ".join(message.split())
         unknown = re.match(r"unrecognized arguments: (\S+)", one_line, re.IGNORECASE)
         if unknown:
-            return nearest(
-                unknown[1], [option for action in self._actions for option in action.option_strings]
-            )
+            return nearest(unknown[1], [option for action in self._actions for option in action.option_strings])
         # Parser key "lr": Expected a <class 'float'>. Got value: x
-        wrong = re.match(
-            r'Parser key "([^"]+)": .*?(?:typing\.)?(?:Expected an? )(.*)\. Got value: (.*)', one_line
-        )
+        wrong = re.match(r'Parser key "([^"]+)": .*?(?:typing\.)?(?:Expected an? )(.*)\. Got value: (.*)', one_line)
         if not wrong:
             return one_line
         expected = re.sub(r"<class '(\w+)'>|(?:typing\.)?Literal(\[.*\])", r"\1\2", wrong[2])
@@ -62,11 +58,7 @@ def add_config_options(parser: Parser) -> None:
     groups: dict[str, Any] = {}
     for spec in fields(TrainConfig):
         title = spec.metadata["group"]
-        group = (
-            groups.setdefault(title, parser.add_argument_group(title))
-            if title not in groups
-            else groups[title]
-        )
+        group = groups.setdefault(title, parser.add_argument_group(title)) if title not in groups else groups[title]
         name, text = flag(spec.name), spec.metadata["help"]
         if types[spec.name] is bool and spec.default is False:
             group.add_argument(name, action="store_true", help=text)
@@ -107,6 +99,6 @@ def _read_file(parser: Parser, path: Path) -> dict[str, Any]:
         if name not in known:
             raise ConfigError(f"{nearest(flag(name), [flag(other) for other in known])} (in {path})")
     try:
-        return vars(parser.parse_object(options, defaults=False))
+        return dict(vars(parser.parse_object(options, defaults=False)))
     except ConfigError as error:
         raise ConfigError(f"{error} (in {path})") from error

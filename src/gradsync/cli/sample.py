@@ -15,25 +15,15 @@ def main(arguments: Sequence[str]) -> int:
     """Run ``gradsync sample`` and return its exit code."""
     parser = new_parser("sample", _DESCRIPTION)
     parser.add_argument("run", type=str, help="run folder, or one checkpoint in it")
-    parser.add_argument(
-        "--prompt", type=str | None, help="text to go on from (without one: the start of a text)"
-    )
-    parser.add_argument(
-        "--prompt-file", type=str | None, help="file of prompts, one a line; '-' is standard input"
-    )
+    parser.add_argument("--prompt", type=str | None, help="text to go on from (without one: the start of a text)")
+    parser.add_argument("--prompt-file", type=str | None, help="file of prompts, one a line; '-' is standard input")
     parser.add_argument("--num-samples", type=int, default=1, help="samples of each prompt")
     parser.add_argument("--max-tokens", type=int, default=256, help="most tokens of a sample")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
-    parser.add_argument(
-        "--top-k", type=int | None, default=50, help="draw among this many tokens only; null: all"
-    )
+    parser.add_argument("--top-k", type=int | None, default=50, help="draw among this many tokens only; null: all")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same samples")
-    parser.add_argument(
-        "--checkpoint", type=Literal["best", "newest"], default="newest", help="which one to take"
-    )
-    parser.add_argument(
-        "--device", type=Literal["auto", "cpu", "cuda"], default="auto", help="where to compute"
-    )
+    parser.add_argument("--checkpoint", type=Literal["best", "newest"], default="newest", help="which one to take")
+    parser.add_argument("--device", type=Literal["auto", "cpu", "cuda"], default="auto", help="where to compute")
     options = parser.parse_args(list(arguments))
     prompts = list(_prompts(options.prompt, options.prompt_file))
     _check(options)

@@ -18,9 +18,7 @@ from gradsync.train.batch import choose_num_processes, plan_batch
 from gradsync.train.config import TrainConfig, inherited, resolve
 from gradsync.train.runfolder import check_usable, new_run_path, newest_run_path, read_config
 
-_DESCRIPTION = (
-    "Train a GPT on text. Without options: a small one on the sources of Python's standard library."
-)
+_DESCRIPTION = "Train a GPT on text. Without options: a small one on the sources of Python's standard library."
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -71,9 +69,7 @@ def _start(config: TrainConfig) -> int:
 
 def _choose_nproc(config: TrainConfig) -> int:
     """One process a GPU or core, as many of them as divide the step evenly."""
-    return choose_num_processes(
-        config.batch_tokens, config.context, config.micro_batch, _num_places(config.device)
-    )
+    return choose_num_processes(config.batch_tokens, config.context, config.micro_batch, _num_places(config.device))
 
 
 def _num_places(device: str) -> int:

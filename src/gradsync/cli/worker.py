@@ -27,7 +27,7 @@ from gradsync.train.config import TrainConfig
 from gradsync.train.interrupt import STOP_WORD, StopReason, StopRequests, listening
 from gradsync.train.job import Job, Place
 from gradsync.train.ranks import Alone, Group, Ranks
-from gradsync.train.runfolder import RunFolder, new_run_path
+from gradsync.train.runfolder import new_run_path
 from gradsync.train.trainer import Outcome
 
 _PROGRAM = "gradsync train"
@@ -143,15 +143,11 @@ def _device(config: TrainConfig) -> torch.device:
     if config.device == "cpu" or (config.device == "auto" and not has_cuda):
         return torch.device("cpu")
     if not has_cuda:
-        raise ConfigError(
-            "--device cuda: torch sees no CUDA device on this machine; use --device cpu or auto"
-        )
+        raise ConfigError("--device cuda: torch sees no CUDA device on this machine; use --device cpu or auto")
     # The local rank: the global one counts the devices of other machines, too.
     index, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if index >= count:
-        raise ConfigError(
-            f"local rank {index} has no CUDA device: there are {count}; start at most {count} processes"
-        )
+        raise ConfigError(f"local rank {index} has no CUDA device: there are {count}; start at most {count} processes")
     torch.cuda.set_device(index)
     torch.set_float32_matmul_precision("high")
     return torch.device("cuda", index)

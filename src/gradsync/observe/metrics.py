@@ -96,6 +96,5 @@ def forget_after(path: Path, step: int) -> None:
 
 def _finite(record: dict[str, Any]) -> dict[str, Any]:
     return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in record.items()
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
     }

@@ -30,9 +30,7 @@ class BatchPlan:
         return self.sequences_per_step * self.context
 
 
-def plan_batch(
-    batch_tokens: int, context: int, world: int, micro_batch: int | None, max_micro_batch: int
-) -> BatchPlan:
+def plan_batch(batch_tokens: int, context: int, world: int, micro_batch: int | None, max_micro_batch: int) -> BatchPlan:
     """Divide a step over ``world`` ranks.
 
     Without a given micro-batch it is the largest one of at most ``max_micro_batch`` that divides.

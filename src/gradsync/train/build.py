@@ -71,9 +71,7 @@ def fingerprint(source: TokenSource) -> dict[str, int]:
     return {"tokens": source.num_tokens, "crc32": checksum}
 
 
-def _make_loader(
-    config: TrainConfig, plan: BatchPlan, source: TokenSource, rank: int, world: int
-) -> GlobalBatchLoader:
+def _make_loader(config: TrainConfig, plan: BatchPlan, source: TokenSource, rank: int, world: int) -> GlobalBatchLoader:
     return GlobalBatchLoader(
         source,
         sequences_per_step=plan.sequences_per_step,

@@ -93,9 +93,7 @@ class CheckpointFolder:
         """Remove what interrupted writes and removals left behind."""
         self._on_first(lambda: _remove_leftovers(self._folder))
 
-    def _publish(
-        self, unfinished: Path, final: Path, step: int, facts: dict[str, Any], files: dict[str, Any]
-    ) -> None:
+    def _publish(self, unfinished: Path, final: Path, step: int, facts: dict[str, Any], files: dict[str, Any]) -> None:
         files = {**files, **_describe_files(unfinished, ".metadata")}
         manifest = {"format": FORMAT, "version": VERSION, "step": step, "facts": facts, "files": files}
         _write_synced(unfinished / MANIFEST_NAME, json.dumps(manifest, indent=1) + "\n")
@@ -174,8 +172,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 def _describe_files(folder: Path, prefix: str) -> dict[str, dict[str, Any]]:
     return {
-        path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-        for path in sorted(folder.glob(f"{prefix}*"))
+        path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(folder.glob(f"{prefix}*"))
     }
 
 

@@ -31,9 +31,7 @@ def _option(
     ``fixed`` ones: they decide the result.
     """
     metadata = {"help": help_text, "group": group, "fixed": fixed, "per_start": per_start}
-    return field(
-        default=default, metadata={**metadata, "at_least": at_least, "at_most": at_most, "above": above}
-    )
+    return field(default=default, metadata={**metadata, "at_least": at_least, "at_most": at_most, "above": above})
 
 
 @dataclass(frozen=True)
@@ -45,12 +43,8 @@ class TrainConfig:
         "tiny", "model and recipe that give the defaults of the other options", "run", fixed=True
     )
     steps: int = _option(1200, "optimizer steps of the whole run", "run", fixed=True, at_least=1)
-    seed: int = _option(
-        1337, "seed of weights, dropout and the order of the data", "run", fixed=True, at_least=0
-    )
-    resume: bool = _option(
-        False, "continue the run folder from its newest intact checkpoint", "run", per_start=True
-    )
+    seed: int = _option(1337, "seed of weights, dropout and the order of the data", "run", fixed=True, at_least=0)
+    resume: bool = _option(False, "continue the run folder from its newest intact checkpoint", "run", per_start=True)
     stop_after: int | None = _option(
         None,
         "end after this many steps of this start as an interruption would: saved, resumable",
@@ -58,9 +52,7 @@ class TrainConfig:
         per_start=True,
         at_least=1,
     )
-    debug: bool = _option(
-        False, "show tracebacks of errors that have a plain explanation, too", "run", per_start=True
-    )
+    debug: bool = _option(False, "show tracebacks of errors that have a plain explanation, too", "run", per_start=True)
 
     data: str = _option("stdlib", "text file, folder of text files, prepared shards, or 'stdlib'", "data")
     tokenizer: str | None = _option(
@@ -77,14 +69,10 @@ class TrainConfig:
         above=0,
         at_most=0.5,
     )
-    shuffle: Literal["windows", "none"] = _option(
-        "windows", "order in which the data is read", "data", fixed=True
-    )
+    shuffle: Literal["windows", "none"] = _option("windows", "order in which the data is read", "data", fixed=True)
 
     context: int = _option(128, "tokens of one sequence", "model", fixed=True, at_least=1)
-    layers: int | None = _option(
-        None, "number of blocks (by default the preset's)", "model", fixed=True, at_least=1
-    )
+    layers: int | None = _option(None, "number of blocks (by default the preset's)", "model", fixed=True, at_least=1)
     heads: int | None = _option(
         None, "attention heads of a block (by default the preset's)", "model", fixed=True, at_least=1
     )
@@ -93,9 +81,7 @@ class TrainConfig:
     )
     dropout: float = _option(0.0, "dropout rate", "model", fixed=True, at_least=0, at_most=0.99)
 
-    batch_tokens: int = _option(
-        2048, "tokens of one optimizer step, over all ranks", "batch", fixed=True, at_least=1
-    )
+    batch_tokens: int = _option(2048, "tokens of one optimizer step, over all ranks", "batch", fixed=True, at_least=1)
     micro_batch: int | None = _option(
         None,
         "sequences a rank takes at once (by default the most up to the preset's limit that divides)",
@@ -108,12 +94,8 @@ class TrainConfig:
     min_lr_fraction: float = _option(
         0.1, "share of --lr that is left at the end", "optimizer", fixed=True, at_least=0, at_most=1
     )
-    warmup_steps: int = _option(
-        100, "steps in which the learning rate rises", "optimizer", fixed=True, at_least=0
-    )
-    weight_decay: float = _option(
-        0.1, "decay of the matrices (vectors have none)", "optimizer", fixed=True, at_least=0
-    )
+    warmup_steps: int = _option(100, "steps in which the learning rate rises", "optimizer", fixed=True, at_least=0)
+    weight_decay: float = _option(0.1, "decay of the matrices (vectors have none)", "optimizer", fixed=True, at_least=0)
     beta1: float = _option(0.9, "AdamW's first beta", "optimizer", fixed=True, at_least=0, at_most=1)
     beta2: float = _option(0.99, "AdamW's second beta", "optimizer", fixed=True, at_least=0, at_most=1)
     eps: float = _option(1e-8, "AdamW's epsilon", "optimizer", fixed=True, above=0)
@@ -131,15 +113,11 @@ class TrainConfig:
         fixed=True,
     )
 
-    eval_every: int = _option(
-        200, "steps between validations; 0 validates at the end only", "evaluation", at_least=0
-    )
+    eval_every: int = _option(200, "steps between validations; 0 validates at the end only", "evaluation", at_least=0)
     eval_tokens: int = _option(
         65_536, "tokens of one validation; 0 takes all held-back text", "evaluation", fixed=True, at_least=0
     )
-    sample_every: int = _option(
-        0, "steps between samples; 0 samples at the end only", "evaluation", at_least=0
-    )
+    sample_every: int = _option(0, "steps between samples; 0 samples at the end only", "evaluation", at_least=0)
     sample_prompt: str = _option("\n", "text that samples go on from", "evaluation")
     sample_tokens: int = _option(256, "tokens of one sample; 0 for none", "evaluation", at_least=0)
 
@@ -151,9 +129,7 @@ class TrainConfig:
     checkpoint_every: int = _option(
         200, "steps between checkpoints; 0 saves at the end only", "checkpoints", at_least=0
     )
-    keep_checkpoints: int = _option(
-        3, "newest checkpoints kept, beside the best one", "checkpoints", at_least=1
-    )
+    keep_checkpoints: int = _option(3, "newest checkpoints kept, beside the best one", "checkpoints", at_least=1)
 
     nproc: int | None = _option(
         None,
@@ -162,9 +138,7 @@ class TrainConfig:
         per_start=True,
         at_least=1,
     )
-    device: Literal["auto", "cpu", "cuda"] = _option(
-        "auto", "where the ranks compute", "hardware", per_start=True
-    )
+    device: Literal["auto", "cpu", "cuda"] = _option("auto", "where the ranks compute", "hardware", per_start=True)
     backend: str = _option("auto", "process group backend: auto, gloo, nccl, ...", "hardware", per_start=True)
     threads: int | None = _option(
         None,
@@ -177,9 +151,7 @@ class TrainConfig:
     progress: Literal["auto", "live", "plain", "none"] = _option(
         "auto", "how progress is shown", "output", per_start=True
     )
-    log_every: int = _option(
-        10, "steps between lines of plain progress", "output", per_start=True, at_least=1
-    )
+    log_every: int = _option(10, "steps between lines of plain progress", "output", per_start=True, at_least=1)
     tensorboard: bool = _option(True, "write TensorBoard events where tensorboard is installed", "output")
 
     def __post_init__(self) -> None:
@@ -194,14 +166,13 @@ class TrainConfig:
 def _check_range(name: str, value: Any, limits: Any) -> None:
     if value is None or isinstance(value, str):
         return
-    rules = (
-        (limits["at_least"], "at least", lambda bound: value >= bound),
-        (limits["at_most"], "at most", lambda bound: value <= bound),
-        (limits["above"], "more than", lambda bound: value > bound),
-    )
-    for bound, words, holds in rules:
-        if bound is not None and not holds(bound):
-            raise ConfigError(f"{flag(name)} is {value}; it must be {words} {bound}")
+    low, high, above = limits["at_least"], limits["at_most"], limits["above"]
+    if low is not None and value < low:
+        raise ConfigError(f"{flag(name)} is {value}; it must be at least {low}")
+    if above is not None and value <= above:
+        raise ConfigError(f"{flag(name)} is {value}; it must be more than {above}")
+    if high is not None and value > high:
+        raise ConfigError(f"{flag(name)} is {value}; it must be at most {high}")
 
 
 # The recipe that the GPT-2 reproductions agree on: half a million tokens a step, 10 billion in all.

@@ -68,9 +68,7 @@ def listening(requests: StopRequests, repeat_s: float = 0.0) -> Iterator[None]:
 
 
 class _Handler:
-    def __init__(
-        self, requests: StopRequests, repeat_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, requests: StopRequests, repeat_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._requests = requests
         self._repeat_s = repeat_s
         self._clock = clock

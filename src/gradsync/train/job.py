@@ -23,7 +23,7 @@ from gradsync.observe.memory import resident_bytes
 from gradsync.observe.metrics import Sink, forget_after, open_sinks
 from gradsync.observe.progress import View
 from gradsync.observe.records import StepRecord
-from gradsync.train.build import Material, build, fingerprint
+from gradsync.train.build import build, fingerprint
 from gradsync.train.checkpoint import CheckpointFolder, newest_intact, open_checkpoint
 from gradsync.train.config import TrainConfig
 from gradsync.train.evaluate import Evaluation, evaluate
@@ -53,9 +53,7 @@ class Job:
         self._config = config
         self._place = place
         self._folder = RunFolder(config.run)
-        self._material = together(
-            place.ranks, lambda: build(config, place.ranks.rank, place.ranks.world, place.device)
-        )
+        self._material = together(place.ranks, lambda: build(config, place.ranks.rank, place.ranks.world, place.device))
         together(place.ranks, self._claim_folder)
         self._checkpoints = CheckpointFolder(self._folder.checkpoints, place.ranks, config.keep_checkpoints)
         self._sinks: list[Sink] = []
@@ -92,13 +90,9 @@ class Job:
         if self._place.ranks.rank != 0:
             return None
         config = self._config
-        options = SampleOptions(
-            config.sample_tokens, config.sample_temperature, config.sample_top_k, config.seed
-        )
+        options = SampleOptions(config.sample_tokens, config.sample_temperature, config.sample_top_k, config.seed)
         tokenizer = self._material.corpus.tokenizer
-        pieces = stream_text(
-            self._material.model, tokenizer, config.sample_prompt, options, self._place.device
-        )
+        pieces = stream_text(self._material.model, tokenizer, config.sample_prompt, options, self._place.device)
         text = config.sample_prompt + "".join(pieces)
         self._folder.write_sample(step, text)
         return text
@@ -196,7 +190,7 @@ class Job:
         corpus, plan, model = self._material.corpus, self._material.plan, self._material.model
         shape = model.config
         self.note(
-            f"data: {corpus.name}; {corpus.train.num_tokens:,} tokens to train on, {corpus.val.num_tokens:,} to validate"
+            f"data: {corpus.name}; {corpus.train.num_tokens:,} tokens to train, {corpus.val.num_tokens:,} held back"
         )
         for line in corpus.notes:
             self.note(line)

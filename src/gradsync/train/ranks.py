@@ -67,8 +67,12 @@ class Group:
 
     def start_sum(self, tensor: Tensor) -> Callable[[], None]:
         """Start an all-reduce on the default group."""
-        work = dist.all_reduce(tensor, async_op=True)
-        return work.wait  # type: ignore[union-attr, return-value]
+        work: Any = dist.all_reduce(tensor, async_op=True)
+
+        def wait() -> None:
+            work.wait()
+
+        return wait
 
     def from_first(self, value: T) -> T:
         """Broadcast over the host group."""

@@ -101,15 +101,11 @@ def check_usable(config: TrainConfig) -> None:
         raise ConfigError(f"run folder {path} is a file; give a folder with --run")
     blocker = next((parent for parent in path.parents if parent.exists()), Path())
     if not blocker.is_dir():
-        raise ConfigError(
-            f"run folder {path} cannot be made: {blocker} is not a folder; give another one with --run"
-        )
+        raise ConfigError(f"run folder {path} cannot be made: {blocker} is not a folder; give another one with --run")
     is_taken = path.is_dir() and any(path.iterdir())
     if config.resume:
         if not is_taken:
-            raise ConfigError(
-                f"there is nothing to resume in {path}; leave --resume out to start a new run there"
-            )
+            raise ConfigError(f"there is nothing to resume in {path}; leave --resume out to start a new run there")
         _check_same_run(config, read_config(path))
     elif is_taken:
         raise ConfigError(
@@ -149,9 +145,7 @@ def newest_run_path() -> str:
     """
     runs = [path.parent for path in _RUNS.glob("*/config.yaml")]
     if not runs:
-        raise ConfigError(
-            f"--resume without --run continues the newest run below {_RUNS}/, and there is none"
-        )
+        raise ConfigError(f"--resume without --run continues the newest run below {_RUNS}/, and there is none")
     return str(max(runs, key=lambda run: (run / "config.yaml").stat().st_mtime))
 
 

@@ -74,9 +74,7 @@ class TrainingState:
         packed = self.optimizer.state_dict()
         ordered = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         packed["state"] = {
-            index: by_parameter[parameter]
-            for index, parameter in enumerate(ordered)
-            if parameter in by_parameter
+            index: by_parameter[parameter] for index, parameter in enumerate(ordered) if parameter in by_parameter
         }
         self.optimizer.load_state_dict(packed)
 

@@ -12,11 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from gradsync.errors import CheckpointError
 
@@ -61,12 +63,10 @@ _DTYPE_NAMES = {
 
 class _TensorsOnly(DefaultLoadPlanner):
     def load_bytes(self, read_item: Any, value: IO[bytes]) -> None:
-        raise CheckpointError(
-            f"{read_item.dest_index.fqn} is no tensor; the checkpoint was not written by gradsync"
-        )
+        raise CheckpointError(f"{read_item.dest_index.fqn} is no tensor; the checkpoint was not written by gradsync")
 
 
-class _Reader(dcp.FileSystemReader):
+class _Reader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         index = read_index(Path(self.path))
         index.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
@@ -81,10 +81,10 @@ def save_tensors(folder: Path, tensors: dict[str, Tensor], group: Any) -> None:
     Raises:
         CheckpointError: on every rank, if any rank could not write.
     """
-    writer = dcp.FileSystemWriter(folder, sync_files=True)
+    writer = FileSystemWriter(folder, sync_files=True)
     try:
         with _alone_is_intended():
-            dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
+            save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         raise CheckpointError(f"{folder} could not be written: {_first_failure(error)}") from error
 
@@ -97,7 +97,7 @@ def load_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
     """
     try:
         with _alone_is_intended():
-            dcp.load(dict(tensors), storage_reader=_Reader(folder), planner=_TensorsOnly(), no_dist=True)
+            load(dict(tensors), storage_reader=_Reader(folder), planner=_TensorsOnly(), no_dist=True)
     except CheckpointException as error:
         raise CheckpointError(f"{folder} could not be loaded: {_first_failure(error)}") from error
 

@@ -57,24 +57,18 @@ def _find(path: Path, which: Which) -> Checkpoint:
         checkpoint.verify()
         return checkpoint
     if not path.is_dir():
-        raise ConfigError(
-            f"{path} is not a run folder; give the folder that gradsync train was given with --run"
-        )
+        raise ConfigError(f"{path} is not a run folder; give the folder that gradsync train was given with --run")
     read_config(path)
     complaints: list[str] = []
     folder = RunFolder(path).checkpoints
     found = newest_intact(folder, complaints.append) if which == "newest" else _best(folder)
     if found is None:
-        raise CheckpointError(
-            f"{path} holds no intact checkpoint" + "".join(f"; {line}" for line in complaints)
-        )
+        raise CheckpointError(f"{path} holds no intact checkpoint" + "".join(f"; {line}" for line in complaints))
     return found
 
 
 def _best(folder: Path) -> Checkpoint | None:
-    scored = [
-        checkpoint for checkpoint in list_checkpoints(folder) if checkpoint.facts.get("val_loss") is not None
-    ]
+    scored = [checkpoint for checkpoint in list_checkpoints(folder) if checkpoint.facts.get("val_loss") is not None]
     if not scored:
         raise CheckpointError(f"no checkpoint in {folder} has a validation loss; take --checkpoint newest")
     best = min(scored, key=lambda checkpoint: float(checkpoint.facts["val_loss"]))
@@ -89,9 +83,7 @@ def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
 
 def _place(device: str) -> torch.device:
     if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "--device cuda: torch sees no CUDA device on this machine; use --device cpu or auto"
-        )
+        raise ConfigError("--device cuda: torch sees no CUDA device on this machine; use --device cpu or auto")
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(device)

@@ -129,9 +129,7 @@ class Trainer:
         self._reason = verdict.reason
         tokens = parts.loader.tokens_per_step
         tokens_per_s = tokens / (time.perf_counter() - started_s)
-        return StepRecord(
-            self.step, verdict.loss_sum / tokens, lr, grad_norm, tokens_per_s, skipped=not is_finite
-        )
+        return StepRecord(self.step, verdict.loss_sum / tokens, lr, grad_norm, tokens_per_s, skipped=not is_finite)
 
     def _forward_backward(self, micro_batches: MicroBatches) -> StepVote:
         """Accumulate this rank's gradients; the backward of the last micro-batch reduces them."""
@@ -161,16 +159,15 @@ class Trainer:
         limit = self._config.clip or math.inf
         return float(nn.utils.clip_grad_norm_(self._parts.bare_model.parameters(), limit))
 
-    def _refuse(
-        self, micro_batches: MicroBatches, numbers: range, verdict: Verdict, grad_norm: float
-    ) -> None:
+    def _refuse(self, micro_batches: MicroBatches, numbers: range, verdict: Verdict, grad_norm: float) -> None:
         """Say where a step went wrong; stop there, on all ranks, unless such steps are to be skipped."""
         parts = self._parts
         found = find_sequences(parts.bare_model, micro_batches, numbers, parts.device)
         message = explain(parts.ranks, self.step + 1, found, grad_norm, verdict.non_finite_ranks)
         if self._config.non_finite == "stop":
             raise NonFiniteError(
-                f"{message}; the last checkpoint is from before it. Lower --lr, or skip such steps with --non-finite skip"
+                f"{message}; the last checkpoint is from before it. "
+                f"Lower --lr, or skip such steps with --non-finite skip"
             )
         self._chores.note(f"{message}; skipped")
 
@@ -190,9 +187,7 @@ class Trainer:
             try:
                 self._save()
             except CheckpointError as error:
-                self._chores.note(
-                    f"warning: {error}; training goes on, the next checkpoint is tried as usual"
-                )
+                self._chores.note(f"warning: {error}; training goes on, the next checkpoint is tried as usual")
 
     def _sample_if_due(self) -> str | None:
         if self._config.sample_tokens == 0 or not self._is_due(self._config.sample_every):

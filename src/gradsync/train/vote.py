@@ -37,9 +37,7 @@ class StepVote:
 
     def __init__(self, ranks: Ranks, loss_sum: Tensor, reason: StopReason) -> None:
         self._world = ranks.world
-        self._numbers = torch.zeros(
-            ranks.world + len(StopReason), dtype=torch.float64, device=loss_sum.device
-        )
+        self._numbers = torch.zeros(ranks.world + len(StopReason), dtype=torch.float64, device=loss_sum.device)
         self._numbers[ranks.rank] = loss_sum
         self._numbers[ranks.world + reason] = 1.0
         self._wait = ranks.start_sum(self._numbers)
