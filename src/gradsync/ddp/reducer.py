@@ -425,8 +425,7 @@ class Reducer:
 
     def _check_change(self, slots: Sequence[Slot]) -> None:
         """Raise on all ranks if the set of trainable parameters has changed on some, or differently."""
-        changes = [slot.change_digest for slot in slots if slot.state != RankState.JOINED]
-        if len(set(changes)) <= 1:
+        if len({slot.change_digest for slot in slots}) == 1:
             return
         self._drop_gradients()
         mine = self._change if self._change is not None else list(zip(self.names, self.parameters, strict=True))
