@@ -17,6 +17,7 @@ import signal
 import sys
 import tempfile
 import threading
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,7 @@ _START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 
 def launch(config: TrainConfig, nproc: int) -> int:
     """Train with ``nproc`` processes of this machine and return the exit code."""
+    _start_resource_tracker()  # first: up to Python 3.11 that unblocks signals
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     control = Path(tempfile.mkdtemp(prefix="gradsync-"))
     listener = _Listener(control)
@@ -44,6 +46,16 @@ def launch(config: TrainConfig, nproc: int) -> int:
         return _run_ranks(config, nproc, control, listener)
     finally:
         shutil.rmtree(control, ignore_errors=True)
+
+
+def _start_resource_tracker() -> None:
+    """Start the process that removes our semaphores when we are killed, and have it do so without a word."""
+    quiet = "ignore:resource_tracker:UserWarning"
+    sys.warnoptions.append(quiet)  # handed to the process as -W
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        sys.warnoptions.remove(quiet)
 
 
 def _start_fork_server() -> None:
@@ -62,7 +74,8 @@ def _run_ranks(config: TrainConfig, nproc: int, control: Path, listener: "_Liste
     from gradsync.cli.worker import exit_code, run_local_rank
 
     # It reports every failure at length; we say it in one line.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for talker in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(talker).setLevel(logging.CRITICAL)
     try:
         outcomes = elastic_launch(_launch_config(nproc, control), run_local_rank)(config, control)
     except ChildFailedError as error:
