@@ -76,7 +76,7 @@ def _new_group(parent: Group, device: torch.device, backend: str, number: int) -
         ranks,
         dist.Backend(backend),
         default_store,
-        name,
+        name,  # type: ignore[arg-type]
         timeout=group_timeout(parent, device),
         group_desc="gradsync engine",
     )

@@ -39,8 +39,8 @@ def resolve_group(process_group: Any, device_mesh: Any) -> Any:
     if process_group is None:
         if not dist.is_initialized():
             raise ValueError(
-                "Default process group has not been initialized; call gradsync.init_process_group() first, or start the "
-                "script with torchrun or gradsync"
+                "Default process group has not been initialized; call gradsync.init_process_group() first, "
+                "or start the script with torchrun"
             )
         return dist.distributed_c10d._get_default_group()
     if process_group is dist.GroupMember.NON_GROUP_MEMBER or process_group.rank() < 0:
@@ -62,14 +62,17 @@ def check_parameters_and_devices(
     devices = {p.device for p in parameters}
     types = {d.type for d in devices}
     if len(types) > 1:
-        return f"DistributedDataParallel's input module must be on the same type of devices, but its parameters are on {types}."
+        return (
+            "DistributedDataParallel's input module must be on the same type of devices, "
+            f"but its parameters are on {types}."
+        )
     if device_ids is not None and len(device_ids) > 1:
         return "device_ids can only be None or contain a single element."
     if (device_ids or output_device) and (types == {"cpu"} or len(devices) > 1):
         return (
-            "DistributedDataParallel device_ids and output_device arguments only work with single-device/multiple-device "
-            f"GPU modules or CPU modules, but got device_ids {device_ids}, output_device {output_device}, and module "
-            f"parameters {devices}."
+            "DistributedDataParallel device_ids and output_device arguments only work with "
+            "single-device/multiple-device GPU modules or CPU modules, "
+            f"but got device_ids {device_ids}, output_device {output_device}, and module parameters {devices}."
         )
     return None
 
@@ -80,7 +83,8 @@ def check_caps(cap_mb: float | str | None, cap_mb_list: Sequence[float] | None) 
     for value in given:
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise ConfigError(
-                f"a bucket limit is a positive number of MiB, but got {value!r}; leave bucket_cap_mb out for the default"
+                f"a bucket limit is a positive number of MiB, but got {value!r}; "
+                "leave bucket_cap_mb out for the default"
             )
     if cap_mb_list is not None and not given:
         raise ConfigError("bucket_cap_mb_list is empty; give at least one limit in MiB, or leave it out")

@@ -98,8 +98,8 @@ class HookedCollective:
             future.add_done_callback(lambda _: arrived.set())
             if not arrived.wait(self._timeout.total_seconds()):
                 raise ReducerFailedError(
-                    f"rank {self._rank}: the communication hook {_name_of(self.hook)} did not complete its future within "
-                    f"{self._timeout.total_seconds():g} s (the group's time-out), for the bucket with "
+                    f"rank {self._rank}: the communication hook {_name_of(self.hook)} did not complete its future "
+                    f"within {self._timeout.total_seconds():g} s (the group's time-out), for the bucket with "
                     f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
                 )
         return future.wait()
@@ -119,7 +119,14 @@ def check_hook(hook: Any) -> None:
             f"Communication hook: expected a function of (state, bucket), but {_name_of(hook)} takes {signature}"
         )
     annotation = parameters["bucket"].annotation if "bucket" in parameters else inspect.Parameter.empty
-    allowed = (inspect.Parameter.empty, dist.GradBucket, GradBucket, "dist.GradBucket", "GradBucket", Any)
+    allowed = (
+        inspect.Parameter.empty,
+        dist.GradBucket,  # type: ignore[attr-defined]
+        GradBucket,
+        "dist.GradBucket",
+        "GradBucket",
+        Any,
+    )
     if annotation not in allowed:
         raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
     returns = signature.return_annotation

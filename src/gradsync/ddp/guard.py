@@ -47,8 +47,9 @@ def _report(reducer: "Reducer", optimizer: torch.optim.Optimizer) -> None:
     if names:
         warnings.warn(
             f"rank {reducer.rank}: optimizer.step() on gradients that were accumulated but never synchronised: "
-            f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''} ({len(names)} parameter(s)); the replicas will differ. "
-            f"Leave no_sync() for the last backward before the step, or call sync_gradients()",
+            f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''} ({len(names)} parameter(s)); "
+            f"the replicas will differ. Leave no_sync() for the last backward before the step, "
+            f"or call sync_gradients()",
             UnsynchronizedGradientsWarning,
             stacklevel=4,
         )

@@ -30,7 +30,7 @@ def announce(ddp: "DistributedDataParallel", mine: Announcement) -> Announcement
     """Tell the other ranks what this one will do, and return what the group will do; collective."""
     words = torch.tensor([mine.source, int(mine.synchronizes), int(mine.sends_buffers)], dtype=torch.int64)
     options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.MAX
+    options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
     ddp.reducer.control_group.allreduce([words], options).wait()
     source, synchronizes, sends_buffers = words.tolist()
     return Announcement(source, bool(synchronizes), bool(sends_buffers))
@@ -57,7 +57,7 @@ class DDPJoinHook(JoinHook):
         coming = announce(ddp, Announcement(ddp.reducer.rank if is_last_joiner else -1, False, False))
         broadcast_state(ddp._state_group, ddp._synchronized_state(), coming.source, ddp.reducer.rank)
         ddp.reducer.divides_by_active_ranks = False
-        ddp._join_config = _JoinConfig.construct_disabled_join_config()
+        ddp._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
 
 
 def hook_arguments(kwargs: dict[str, Any]) -> bool:

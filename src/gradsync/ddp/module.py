@@ -25,6 +25,7 @@ from gradsync.ddp.outputs import find_tensors
 from gradsync.ddp.plan import caps_from_mib
 from gradsync.ddp.reducer import Reducer
 from gradsync.ddp.replicas import (
+    Description,
     broadcast_state,
     check_contract,
     check_parameters,
@@ -80,7 +81,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """
 
     reducer: Reducer  # type: ignore[assignment]
-    _active_ddp_module: ClassVar["DistributedDataParallel | None"] = None  # type: ignore[assignment]
+    _active_ddp_module: ClassVar["DistributedDataParallel | None"] = None  # type: ignore[assignment, misc]
 
     def __init__(  # noqa: C901 - mirrors torch's signature, twenty arguments
         self,
@@ -144,14 +145,14 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """Check the module on all ranks together, then start it everywhere from rank 0's values."""
         named = self._watch.all_parameters()
         problem, error_type = self._problem(named, device_ids, output_device)
-        self.device = named[0][1].device if named else _CPU
+        self.device: torch.device = named[0][1].device if named else _CPU
         self.device_type = self.device.type
         self.is_multi_device_module = len({p.device for _, p in named}) > 1
-        self.device_ids = [torch.device(self.device_type, _index(d)) for d in device_ids] if device_ids else None
+        self.device_ids = [_index(d) for d in device_ids] if device_ids else None
         self.output_device = output_device if device_ids else None
         group = self.process_group
         if init_sync and group.size() > 1:
-            facts = [
+            facts: Description = [
                 ["the module", "check", problem or "fine"],
                 ["bucket limits (bytes)", "setting", list(self._settings.caps_bytes)],
             ]
@@ -228,17 +229,17 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             output = self.module(*inputs, **kwargs)
         return self._post_forward(output)
 
-    @torch._disable_dynamo(recursive=True)
+    @torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined, untyped-decorator]
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         if self._is_active:
             self.reducer.settle()
             self._synchronize_before_forward()
         if self.device_ids:
-            moved, moved_kwargs = _to_kwargs(inputs, kwargs, self.device_ids[0], False)
+            moved, moved_kwargs = _to_kwargs(inputs, kwargs, self.device, False)
             return moved[0], moved_kwargs[0]
         return inputs, kwargs
 
-    @torch._disable_dynamo(recursive=True)
+    @torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined, untyped-decorator]
     def _post_forward(self, output: Any) -> Any:
         if self._is_active and torch.is_grad_enabled():
             for tensor in find_tensors(output):
@@ -395,7 +396,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 flat = torch.cat([g.reshape(-1) for g in same]).mul_(scale)
                 wire = torch.view_as_real(flat) if flat.is_complex() else flat
                 self._state_group.allreduce([wire]).wait()
-                for g, part in zip(same, flat.split([g.numel() for g in same]), strict=True):
+                for g, part in zip(same, torch.split(flat, [g.numel() for g in same]), strict=True):
                     g.copy_(part.view(g.shape))
         return list(grads)
 
@@ -534,8 +535,11 @@ def _group_of(ranks: Sequence[int] | None) -> Any:
     return dist.new_group(list(ranks), use_local_synchronization=True)
 
 
-def _index(device: Any) -> int | None:
-    return device if isinstance(device, int) else torch.device(device).index
+def _index(device: Any) -> int:
+    if isinstance(device, int):
+        return device
+    index = torch.device(device).index
+    return torch.cuda.current_device() if index is None else index
 
 
 def _note_rebuilt(ddp: "Callable[[], DistributedDataParallel | None]") -> None:

@@ -153,9 +153,11 @@ class Reducer:
         self.remove_hooks()
         reducer = weakref.ref(self)
         for index, parameter in enumerate(self.parameters):
-            self._handles.append(parameter.register_post_accumulate_grad_hook(_gradient_hook(reducer, index)))
+            self._handles.append(
+                parameter.register_post_accumulate_grad_hook(_gradient_hook(reducer, index))  # type: ignore[no-untyped-call]
+            )
             if self.settings.reduction is not Reduction.MEAN:
-                self._handles.append(parameter.register_hook(_carry_hook(reducer, index)))
+                self._handles.append(parameter.register_hook(_carry_hook(reducer, index)))  # type: ignore[no-untyped-call]
 
     def remove_hooks(self) -> None:
         """Leave the parameters as they were before wrapping."""
@@ -184,7 +186,7 @@ class Reducer:
                 alive._begin_pass()
 
         self._forward_thread = threading.get_ident()
-        tensor.register_hook(output_hook)
+        tensor.register_hook(output_hook)  # type: ignore[no-untyped-call]
 
     @property
     def _in_pass(self) -> bool:
@@ -417,14 +419,13 @@ class Reducer:
         ):
             if len(set(values)) > 1:
                 raise ReducerFailedError(
-                    f"rank {self.rank}: the ranks are not in the same pass: {what} {values} by rank; every rank must run "
-                    f"the same number of synchronised backwards (see join for uneven inputs)"
+                    f"rank {self.rank}: the ranks are not in the same pass: {what} {values} by rank; every rank must "
+                    f"run the same number of synchronised backwards (see join for uneven inputs)"
                 )
 
     def _check_change(self, slots: Sequence[Slot]) -> None:
         """Raise on all ranks if the set of trainable parameters has changed on some, or differently."""
-        changes = [slot.change_digest for slot in slots if slot.state != RankState.JOINED]
-        if len(set(changes)) <= 1:
+        if len({slot.change_digest for slot in slots}) == 1:
             return
         self._drop_gradients()
         mine = self._change if self._change is not None else list(zip(self.names, self.parameters, strict=True))
@@ -471,8 +472,8 @@ class Reducer:
             total = words.total_weight
             if not total > 0:
                 raise ReducerFailedError(
-                    f"rank {self.rank}: reduction='weighted' needs a gradient weight, but the ranks' weights add up to {total}; "
-                    f"call add_gradient_weight(number of tokens or samples) before each backward"
+                    f"rank {self.rank}: reduction='weighted' needs a gradient weight, but the ranks' weights add up "
+                    f"to {total}; call add_gradient_weight(number of tokens or samples) before each backward"
                 )
             return 1.0 / total
         if self.divides_by_active_ranks and self.hook is None and self.settings.reduction is Reduction.MEAN:

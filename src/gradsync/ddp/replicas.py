@@ -125,8 +125,9 @@ def verify(group: Group, named: Sequence[tuple[str, torch.Tensor]], rank: int, d
         different = [other for other, value in enumerate(values) if value != values[0]]
         if different:
             raise ContractError(
-                f"rank {rank}: the replicas differ: {name!r} has other values on rank(s) {', '.join(map(str, different))} "
-                f"than on rank 0; something changed it on one rank alone (an unsynchronised step, or a broken memory)"
+                f"rank {rank}: the replicas differ: {name!r} has other values on rank(s) "
+                f"{', '.join(map(str, different))} than on rank 0; "
+                f"something changed it on one rank alone (an unsynchronised step, or a broken memory)"
             )
 
 

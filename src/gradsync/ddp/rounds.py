@@ -62,11 +62,9 @@ def reduce_sparse(reducer: "Reducer", words: ControlWords) -> None:
 
 
 def _exchange_kinds(group: Group, grad: torch.Tensor | None) -> tuple[list[int], list[int]]:
-    if grad is None:
-        mine = [_NONE, 0]
-    else:
-        mine = [_SPARSE, grad._nnz()] if grad.is_sparse else [_DENSE, 0]
-    own = torch.tensor(mine, dtype=torch.int64)
+    kind = _NONE if grad is None else _SPARSE if grad.is_sparse else _DENSE
+    length = grad._nnz() if grad is not None and grad.is_sparse else 0
+    own = torch.tensor([kind, length], dtype=torch.int64)
     everyone = [torch.zeros_like(own) for _ in range(group.size())]
     group.allgather([everyone], [own]).wait()
     return [int(e[0]) for e in everyone], [int(e[1]) for e in everyone]
