@@ -7,6 +7,7 @@ Holds three of them: plain bytes (no files needed), GPT-2's (through tiktoken) a
 from __future__ import annotations
 
 import codecs
+import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
@@ -148,6 +149,12 @@ def load_tokenizer(name: str) -> Tokenizer:
             f"give one of the two names or the path of a JSON file of the tokenizers library"
         )
     return FileTokenizer(path)
+
+
+def tokenizer_fingerprint(name: str) -> str:
+    """What tells tokenizers apart: the name, or the content of a file wherever it lies."""
+    path = Path(name)
+    return f"file:{zlib.crc32(path.read_bytes()):08x}" if path.is_file() else name
 
 
 class _ByteStreamDecoder:
