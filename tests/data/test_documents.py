@@ -54,9 +54,7 @@ def test_blocks_that_cut_characters_do_no_harm(tmp_path_factory: pytest.TempPath
 
 @pytest.mark.usefixtures("small_blocks")
 @given(raw=st.binary(min_size=1, max_size=40))
-def test_any_bytes_are_read_as_python_reads_them(
-    tmp_path_factory: pytest.TempPathFactory, raw: bytes
-) -> None:
+def test_any_bytes_are_read_as_python_reads_them(tmp_path_factory: pytest.TempPathFactory, raw: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "bytes.txt"
     path.write_bytes(raw)
     intake = Intake()

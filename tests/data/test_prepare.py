@@ -179,9 +179,7 @@ def test_a_folder_of_something_else_is_not_touched(text: Path, tmp_path: Path) -
     out = tmp_path / "out"
     prepare(_options(text, out))
     content = _content(out)
-    with pytest.raises(
-        ConfigError, match=r"from something else \(different: shard_tokens\); choose another --out"
-    ):
+    with pytest.raises(ConfigError, match=r"from something else \(different: shard_tokens\); choose another --out"):
         prepare(_options(text, out, shard_tokens=7))
     (text / "0.txt").write_text("changed")
     with pytest.raises(ConfigError, match=r"different: bytes, listing_crc32"):
@@ -196,6 +194,15 @@ def test_an_unfinished_folder_of_something_else_is_not_touched(text: Path, tmp_p
     with pytest.raises(ConfigError, match="from something else"):
         prepare(_options(text, tmp_path / "out", shard_tokens=7))
     assert _content(tmp_path / "out") == content
+
+
+def test_an_attempt_that_came_to_nothing_is_not_in_the_way(text: Path, tmp_path: Path, tokenizer_file: Path) -> None:
+    for tokenizer in (str(tokenizer_file), "bytes"):
+        with pytest.raises(_Killed):
+            prepare(_options(text, tmp_path / "out", tokenizer=tokenizer), _killed_after(1))
+    prepare(_options(text, tmp_path / "out", train_tokenizer=300))
+    prepare(_options(text, tmp_path / "straight", train_tokenizer=300))
+    assert _content(tmp_path / "out") == _content(tmp_path / "straight")
 
 
 def test_a_folder_that_is_not_ours_is_refused(text: Path, tmp_path: Path) -> None:
@@ -317,9 +324,7 @@ def _die(_: object) -> None:
 
 def test_a_worker_that_dies_is_said(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenize_module, "_tokenize_in_worker", _die)
-    with pytest.raises(
-        DataError, match=r"a worker process ended without a word .*run the same command again"
-    ):
+    with pytest.raises(DataError, match=r"a worker process ended without a word .*run the same command again"):
         prepare(_options(text, tmp_path / "out", num_workers=2))
 
 
@@ -379,9 +384,7 @@ def test_kill_9_leaves_no_process_and_the_next_start_finishes(large_text: Path, 
     source = Path(prepare_module.__file__).parents[2]
     command = [sys.executable, str(program), str(large_text)]
     environment = os.environ | {"PYTHONPATH": str(source)}
-    with subprocess.Popen(
-        [*command, str(tmp_path / "broken")], env=environment, stdout=subprocess.PIPE
-    ) as process:
+    with subprocess.Popen([*command, str(tmp_path / "broken")], env=environment, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         for _ in range(3):
             process.stdout.readline()

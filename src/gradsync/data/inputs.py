@@ -137,9 +137,7 @@ class Inputs:
             if file.holds_records:
                 yield from _RECORD_READERS[file.path.suffix](file.path, options.text_field, intake)
         if options.dataset is not None:
-            yield from read_dataset(
-                options.dataset, options.dataset_config, options.dataset_split, options.text_field
-            )
+            yield from read_dataset(options.dataset, options.dataset_config, options.dataset_split, options.text_field)
 
 
 def _pieces_of_file(file: InputFile, cut: int, intake: Intake) -> Iterator[Piece]:

@@ -79,9 +79,7 @@ class PrepareResult:
     was_there: bool
 
 
-def prepare(
-    options: PrepareOptions, report: Callable[[PrepareProgress], None] = lambda _: None
-) -> PrepareResult:
+def prepare(options: PrepareOptions, report: Callable[[PrepareProgress], None] = lambda _: None) -> PrepareResult:
     """Fill ``options.out`` with shards; a folder that is finished already is left as it is.
 
     Raises:
@@ -130,9 +128,10 @@ class _Preparation:
         self._report = report
         self._intake = Intake()
         journal = _read_journal(options.out)
-        if journal is None:
-            # From here on the folder is known to be ours.
+        if journal is None or journal["source"] != source:
             journal = {"source": source, "batches": 0, "splits": {}}
+            (options.out / TOKENIZER_FILE).unlink(missing_ok=True)
+            # From here on the folder is known to be ours.
             write_json(options.out / _JOURNAL, journal)
         self._num_batches = journal["batches"]
         self._tokenizer = self._make_tokenizer()
@@ -300,7 +299,8 @@ def _is_finished(out: Path, source: dict[str, Any]) -> bool:
     if (out / MANIFEST).is_file():
         found, is_finished = read_manifest(out).source, True
     elif (journal := _read_journal(out)) is not None:
-        found, is_finished = journal["source"], False
+        # An attempt that came to nothing is no work that could be lost.
+        found, is_finished = (journal["source"] if journal["batches"] else source), False
     elif any(out.iterdir()):
         raise ConfigError(f"{out} is not empty and not a folder of prepared data; choose another --out")
     else:

@@ -55,9 +55,7 @@ def tokenize(batch: list[Piece], tokenizer: Tokenizer) -> TokensBySplit:
     return {split: np.concatenate(arrays) for split, arrays in parts.items()}
 
 
-def tokenize_all(
-    stream: Iterable[list[Piece]], tokenizer: Tokenizer, num_workers: int
-) -> Iterator[TokensBySplit]:
+def tokenize_all(stream: Iterable[list[Piece]], tokenizer: Tokenizer, num_workers: int) -> Iterator[TokensBySplit]:
     """The tokens of every batch in order; more than one worker means that many processes."""
     if num_workers > 1:
         yield from _tokenize_in_processes(stream, tokenizer.name, num_workers)

@@ -7,6 +7,7 @@ Holds three of them: plain bytes (no files needed), GPT-2's (through tiktoken) a
 from __future__ import annotations
 
 import codecs
+import textwrap
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -204,8 +205,9 @@ def _load_tiktoken(name: str) -> Any:
         return tiktoken.get_encoding(name)
     # tiktoken lets everything through that its download can raise: sockets, requests, hashes.
     except Exception as error:
+        reason = textwrap.shorten(f"{type(error).__name__}: {error}", 150)
         raise DataError(
-            f"the files of the {name} tokenizer could not be had ({type(error).__name__}: {error}). "
+            f"the files of the {name} tokenizer could not be had ({reason}). "
             f"Either connect this machine to a network once, or set TIKTOKEN_CACHE_DIR to a folder that "
             f"holds them (copy that folder from a machine where tiktoken has loaded {name!r})"
         ) from error

@@ -29,8 +29,7 @@ def train_tokenizer(inputs: Inputs, vocab_size: int, path: Path) -> None:
         import tokenizers
     except ImportError as error:
         raise MissingExtraError(
-            "training a tokenizer needs the tokenizers library; "
-            "install it with: pip install 'gradsync[tokenizers]'"
+            "training a tokenizer needs the tokenizers library; install it with: pip install 'gradsync[tokenizers]'"
         ) from error
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
