@@ -1,6 +1,7 @@
 """What --data means: text files, folders, prepared shards, the standard library; and what is refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 from gradsync.data import corpus as corpus_module
 from gradsync.data.corpus import Corpus, load_corpus
+from gradsync.data.prepare import PrepareOptions, PrepareResult
 from gradsync.data.source import TokenSource
 from gradsync.errors import ConfigError, DataError
 
@@ -109,6 +111,21 @@ def test_a_cache_of_other_text_or_options_is_made_anew(folder: Path, tmp_path: P
     assert _tokens(load_corpus(str(folder), cache=cache).train) == _tokens(load_corpus(str(folder)).train)
     half = load_corpus(str(folder), cache=cache, val_fraction=0.5)
     assert _tokens(half.val) == _tokens(load_corpus(str(folder), val_fraction=0.5).val)
+
+
+def test_another_process_may_fill_the_cache_first(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = corpus_module.prepare
+
+    def overtaken(options: PrepareOptions) -> PrepareResult:
+        real(replace(options, out=tmp_path / "cache"))
+        return real(options)
+
+    monkeypatch.setattr(corpus_module, "prepare", overtaken)
+    cached = load_corpus(str(folder), cache=tmp_path / "cache")
+    assert _tokens(cached.train) == _tokens(load_corpus(str(folder)).train)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "texts"]
 
 
 def test_a_damaged_cache_is_made_anew_or_refused(folder: Path, tmp_path: Path) -> None:

@@ -14,12 +14,10 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from gradsync.data.documents import Intake
 from gradsync.data.inputs import InputOptions, Inputs
@@ -27,14 +25,14 @@ from gradsync.data.manifest import (
     MANIFEST,
     TOKENIZER_FILE,
     Manifest,
-    ShardEntry,
     mark_verified,
     read_manifest,
     write_json,
     write_manifest,
 )
-from gradsync.data.shards import SUFFIX, UNFINISHED, ShardWriter, TokenArray, open_shard
+from gradsync.data.shards import UNFINISHED, open_shard
 from gradsync.data.split import SPLITS
+from gradsync.data.split_writer import SplitWriter
 from gradsync.data.statistics import commonest_token, warn_of
 from gradsync.data.tokenize import TokensBySplit, batches, tokenize_all
 from gradsync.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_fingerprint
@@ -162,8 +160,9 @@ class _Preparation:
             os.replace(unfinished, own_file)
         return load_tokenizer(str(own_file))
 
-    def _make_writer(self, split: str, journal: dict[str, Any]) -> _SplitWriter:
-        writer = _SplitWriter(self._options, split, self._tokenizer)
+    def _make_writer(self, split: str, journal: dict[str, Any]) -> SplitWriter:
+        options = self._options
+        writer = SplitWriter(options.out, split, options.shard_tokens, self._tokenizer)
         if split in journal["splits"]:
             writer.go_on(journal["splits"][split])
         return writer
@@ -213,76 +212,6 @@ class _Preparation:
         write_manifest(out, manifest)
         (out / _JOURNAL).unlink()
         return _result(out, self._intake, was_there=False)
-
-
-class _SplitWriter:
-    """The shards of one split, one after the other."""
-
-    def __init__(self, options: PrepareOptions, split: str, tokenizer: Tokenizer) -> None:
-        self._options = options
-        self._split = split
-        self._tokenizer = tokenizer
-        self._done: list[ShardEntry] = []
-        self._writer: ShardWriter | None = None
-        self._documents = 0
-
-    def go_on(self, state: dict[str, Any]) -> None:
-        """Take up what an earlier writer had made durable."""
-        self._done = [ShardEntry(**entry) for entry in state["done"]]
-        self._documents = state["documents"]
-        if state["tokens"]:
-            self._open(keep_tokens=state["tokens"])
-
-    def write(self, tokens: TokenArray) -> None:
-        """Append tokens; every shard but the last gets the same number of them."""
-        while len(tokens):
-            writer = self._writer or self._open()
-            room = self._options.shard_tokens - writer.num_tokens
-            part, tokens = tokens[:room], tokens[room:]
-            writer.write(part)
-            self._documents += int(np.count_nonzero(part == self._tokenizer.end_of_text))
-            if writer.num_tokens == self._options.shard_tokens:
-                self._close()
-
-    def sync(self) -> dict[str, Any]:
-        """Make everything durable; returns what ``go_on`` needs to take it up."""
-        if self._writer is not None:
-            self._writer.sync()
-        return {
-            "done": [asdict(entry) for entry in self._done],
-            "tokens": self._writer.num_tokens if self._writer else 0,
-            "documents": self._documents,
-        }
-
-    def entries(self) -> list[ShardEntry]:
-        """All shards, the unfinished one included."""
-        return [*self._done, *([self._entry(self._writer)] if self._writer else [])]
-
-    def finish(self) -> tuple[ShardEntry, ...]:
-        """Close the last shard."""
-        if self._writer is not None:
-            self._close()
-        return tuple(self._done)
-
-    def release(self) -> None:
-        """Leave an unfinished shard as it is."""
-        if self._writer is not None:
-            self._writer.release()
-
-    def _open(self, keep_tokens: int = 0) -> ShardWriter:
-        path = self._options.out / f"{self._split}-{len(self._done):05d}{SUFFIX}"
-        self._writer = ShardWriter(path, self._tokenizer.vocab_size, keep_tokens)
-        return self._writer
-
-    def _close(self) -> None:
-        assert self._writer is not None
-        self._writer.close()
-        self._done.append(self._entry(self._writer))
-        self._writer = None
-        self._documents = 0
-
-    def _entry(self, writer: ShardWriter) -> ShardEntry:
-        return ShardEntry(writer.path.name, writer.num_tokens, self._documents)
 
 
 def _result(out: Path, intake: Intake, was_there: bool) -> PrepareResult:
