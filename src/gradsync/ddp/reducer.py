@@ -541,11 +541,21 @@ class Reducer:
         self._finish()
 
     def shadow_pass(self) -> None:
-        """Take part in a pass of the other ranks with nothing to contribute."""
+        """Take part in a pass of the other ranks, contributing only what was accumulated and never synchronised.
+
+        Gradients that this rank still holds from earlier passes stay out of it: the others have cleared theirs since.
+        """
         self.settle()
-        self._open_pass()
-        self._launch_rest(RankState.JOINED)
-        self._finish(learns=True, joined=True)
+        aside = [(p, p.grad) for p, touched in zip(self.parameters, self.touched, strict=True) if not touched]
+        for parameter, _ in aside:
+            parameter.grad = None
+        try:
+            self._open_pass()
+            self._launch_rest(RankState.JOINED)
+            self._finish(learns=True, joined=True)
+        finally:
+            for parameter, grad in aside:
+                parameter.grad = grad
 
     def _launch_abandoned(self) -> None:
         """Launch what a backward that raised has left undone, so that the other ranks are not kept waiting.
