@@ -22,6 +22,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "data": set(),
     "observe": set(),
     "errors": set(),
+    "__main__": {"cli"},
 }
 _EVERY_LAYER_MAY_IMPORT = {"errors"}
 # Ranks come to these as plain numbers.

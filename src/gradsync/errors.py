@@ -35,3 +35,7 @@ class BackendError(GradsyncError, RuntimeError):
 
 class MissingExtraError(GradsyncError, ImportError):
     """An optional package is not installed; the message names the extra that brings it."""
+
+
+class NonFiniteError(GradsyncError, ArithmeticError):
+    """A step's loss or gradient is infinite or not a number on some rank, and the run is to stop then."""

@@ -36,27 +36,17 @@ def _pairs(source: TokenSource, world: int, **options: int | None) -> list[tuple
     micro_batch=st.integers(1, 4),
     world=st.integers(1, 5),
 )
-def test_every_token_is_predicted_once(
-    lengths: list[int], context: int, micro_batch: int, world: int
-) -> None:
+def test_every_token_is_predicted_once(lengths: list[int], context: int, micro_batch: int, world: int) -> None:
     pairs = _pairs(_source(*lengths), world, context=context, micro_batch=micro_batch)
-    expected = [
-        (_SHARD_STRIDE * i + k, _SHARD_STRIDE * i + k + 1)
-        for i, n in enumerate(lengths)
-        for k in range(n - 1)
-    ]
+    expected = [(_SHARD_STRIDE * i + k, _SHARD_STRIDE * i + k + 1) for i, n in enumerate(lengths) for k in range(n - 1)]
     assert Counter(pairs) == Counter(expected)
 
 
 @given(world=st.integers(1, 5), micro_batch=st.integers(1, 3), limit=st.integers(1, 12))
-def test_a_limit_takes_the_same_windows_for_any_number_of_ranks(
-    world: int, micro_batch: int, limit: int
-) -> None:
+def test_a_limit_takes_the_same_windows_for_any_number_of_ranks(world: int, micro_batch: int, limit: int) -> None:
     source = _source(43)
     alone = _pairs(source, 1, context=4, micro_batch=1, max_sequences=limit)
-    assert Counter(_pairs(source, world, context=4, micro_batch=micro_batch, max_sequences=limit)) == Counter(
-        alone
-    )
+    assert Counter(_pairs(source, world, context=4, micro_batch=micro_batch, max_sequences=limit)) == Counter(alone)
     assert len({first // 4 for first, _ in alone}) == min(limit, 11)
 
 
@@ -67,9 +57,7 @@ def test_a_limit_spreads_over_the_text() -> None:
 
 @given(length=st.integers(2, 60), micro_batch=st.integers(1, 4), world=st.integers(1, 5))
 def test_all_ranks_get_the_same_number_of_batches(length: int, micro_batch: int, world: int) -> None:
-    numbers = {
-        len(list(evaluation_batches(_source(length), 4, rank, world, micro_batch))) for rank in range(world)
-    }
+    numbers = {len(list(evaluation_batches(_source(length), 4, rank, world, micro_batch))) for rank in range(world)}
     assert len(numbers) == 1
 
 

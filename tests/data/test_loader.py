@@ -73,9 +73,7 @@ _lengths = st.lists(st.integers(0, 60), min_size=1, max_size=4).filter(
 
 
 @given(lengths=_lengths, options=_streams)
-def test_the_stream_is_the_same_for_any_number_of_ranks(
-    lengths: list[int], options: dict[str, object]
-) -> None:
+def test_the_stream_is_the_same_for_any_number_of_ranks(lengths: list[int], options: dict[str, object]) -> None:
     source = _source(*lengths)
     alone = _loader(source, **options)
     teams = [_ranks(source, world, **options) for world in (2, 3, 4)]
@@ -112,9 +110,7 @@ def test_a_resume_at_another_world_size_loses_and_repeats_nothing(
 def test_an_epoch_holds_every_window_once(lengths: list[int], options: dict[str, object]) -> None:
     loader = _loader(_source(*lengths), **options)
     num_windows = loader.sequences_per_epoch
-    seen = [
-        row for _ in range(3 * num_windows // loader.sequences_per_step + 1) for row in _sequences(loader)
-    ]
+    seen = [row for _ in range(3 * num_windows // loader.sequences_per_step + 1) for row in _sequences(loader)]
     for epoch in range(3):
         rows = seen[epoch * num_windows : (epoch + 1) * num_windows]
         counts = Counter(token for row in rows for token in row)
@@ -222,9 +218,7 @@ def test_ranks_with_the_same_first_batch_are_named() -> None:
 
 
 def test_a_text_shorter_than_a_step_is_refused_with_both_lengths() -> None:
-    message = (
-        r"the test text is shorter than one step: 24 tokens make 5 windows of context 4, one step takes 6"
-    )
+    message = r"the test text is shorter than one step: 24 tokens make 5 windows of context 4, one step takes 6"
     with pytest.raises(DataError, match=message):
         _loader(_source(24))
 
@@ -256,9 +250,7 @@ def test_a_layout_that_cannot_work_is_refused(options: dict[str, object], messag
     ("lengths", "context", "message"),
     [((100,), 5, "context was 4, here it is 5"), ((100, 50), 4, "windows was 24, here it is 36")],
 )
-def test_a_position_in_another_stream_is_refused(
-    lengths: tuple[int, ...], context: int, message: str
-) -> None:
+def test_a_position_in_another_stream_is_refused(lengths: tuple[int, ...], context: int, message: str) -> None:
     state = _loader(_source(100)).state_dict()
     with pytest.raises(DataError, match=message):
         _loader(_source(*lengths), context=context).load_state_dict(state)

@@ -55,9 +55,7 @@ def test_round_trip(folder: Path) -> None:
     assert read_manifest(folder) == manifest
 
 
-def test_tokens_are_checked_once_and_again_after_a_change(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_are_checked_once_and_again_after_a_change(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     verified = _count_verifications(monkeypatch)
     manifest = read_manifest(folder)
     for _ in range(3):
@@ -91,9 +89,7 @@ def test_a_damaged_memory_of_verification_is_harmless(folder: Path, monkeypatch:
 def test_a_shard_of_another_folder_is_refused(folder: Path) -> None:
     with ShardWriter(folder / "train-00000.tokens", 257) as writer:
         writer.write(np.arange(7))
-    with pytest.raises(
-        DataError, match=r"train-00000\.tokens is not the shard that .* names: it has 7 tokens"
-    ):
+    with pytest.raises(DataError, match=r"train-00000\.tokens is not the shard that .* names: it has 7 tokens"):
         open_split(folder, read_manifest(folder), "train")
 
 
@@ -114,9 +110,7 @@ def test_names_cannot_leave_the_folder(folder: Path, name: str) -> None:
         ({"vocab_size": "many"}, "is damaged: ValueError"),
     ],
 )
-def test_a_manifest_that_cannot_be_used_is_refused(
-    folder: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_a_manifest_that_cannot_be_used_is_refused(folder: Path, changes: dict[str, Any], message: str) -> None:
     _rewrite(folder, **changes)
     with pytest.raises(DataError, match=message):
         read_manifest(folder)

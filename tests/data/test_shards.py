@@ -22,9 +22,7 @@ def shard(tmp_path: Path) -> Path:
     return _write(tmp_path / "some.tokens", list(range(200)))
 
 
-@pytest.mark.parametrize(
-    ("vocab_size", "dtype"), [(257, "<u2"), (65536, "<u2"), (65537, "<u4"), (2**32, "<u4")]
-)
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(257, "<u2"), (65536, "<u2"), (65537, "<u4"), (2**32, "<u4")])
 def test_ids_take_the_bytes_that_the_vocabulary_needs(vocab_size: int, dtype: str) -> None:
     assert token_dtype(vocab_size) == np.dtype(dtype)
 
@@ -95,9 +93,7 @@ def test_a_missing_shard_is_refused_by_name(tmp_path: Path) -> None:
 
 @settings(max_examples=60)
 @given(place=st.integers(8, HEADER_BYTES - 1), flip=st.integers(1, 255))
-def test_any_change_to_the_header_is_seen(
-    tmp_path_factory: pytest.TempPathFactory, place: int, flip: int
-) -> None:
+def test_any_change_to_the_header_is_seen(tmp_path_factory: pytest.TempPathFactory, place: int, flip: int) -> None:
     path = _write(tmp_path_factory.getbasetemp() / "header.tokens", list(range(50)))
     content = bytearray(path.read_bytes())
     content[place] ^= flip
@@ -108,9 +104,7 @@ def test_any_change_to_the_header_is_seen(
 
 @settings(max_examples=60)
 @given(place=st.integers(HEADER_BYTES, HEADER_BYTES + 99), flip=st.integers(1, 255))
-def test_any_change_to_the_tokens_is_seen(
-    tmp_path_factory: pytest.TempPathFactory, place: int, flip: int
-) -> None:
+def test_any_change_to_the_tokens_is_seen(tmp_path_factory: pytest.TempPathFactory, place: int, flip: int) -> None:
     path = _write(tmp_path_factory.getbasetemp() / "body.tokens", list(range(50)), vocab_size=65536)
     content = bytearray(path.read_bytes())
     content[place] ^= flip

@@ -54,11 +54,7 @@ def test_temperature_sharpens(model: GPT2) -> None:
     tokens = torch.zeros((500, 1), dtype=torch.int64)
     likeliest = int(model.next_token_logits(tokens[:1]).argmax())
     share = [
-        float(
-            (generate(model, tokens, 1, temperature=t, generator=_seeded(0))[:, 1] == likeliest)
-            .float()
-            .mean()
-        )
+        float((generate(model, tokens, 1, temperature=t, generator=_seeded(0))[:, 1] == likeliest).float().mean())
         for t in (0.01, 10.0)
     ]
     assert share[0] > 2 * share[1]

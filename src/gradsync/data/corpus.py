@@ -176,8 +176,7 @@ class _TextCorpus:
     def _fingerprint(self) -> dict[str, Any]:
         status = [path.stat() for path in self._files]
         listing = "\n".join(
-            f"{path}\0{entry.st_size}\0{entry.st_mtime_ns}"
-            for path, entry in zip(self._files, status, strict=True)
+            f"{path}\0{entry.st_size}\0{entry.st_mtime_ns}" for path, entry in zip(self._files, status, strict=True)
         )
         return {
             "data": self._data,
@@ -211,9 +210,7 @@ def _files_of(data: str) -> tuple[Path, list[Path]]:
     return path, files
 
 
-def _split(
-    names: Sequence[str], documents: Sequence[TokenArray], val_fraction: float
-) -> dict[str, TokenArray]:
+def _split(names: Sequence[str], documents: Sequence[TokenArray], val_fraction: float) -> dict[str, TokenArray]:
     if len(documents) < _FEWEST_DOCUMENTS_TO_SPLIT:
         tokens = np.concatenate(documents)
         cut = cut_at_end(len(tokens), val_fraction)

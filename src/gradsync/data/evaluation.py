@@ -46,9 +46,7 @@ def evaluation_batches(
 def _windows(source: TokenSource, context: int) -> list[tuple[int, int]]:
     """Shard and first token of every window that holds at least one target."""
     return [
-        (number, start)
-        for number, shard in enumerate(source.shards)
-        for start in range(0, len(shard) - 1, context)
+        (number, start) for number, shard in enumerate(source.shards) for start in range(0, len(shard) - 1, context)
     ]
 
 

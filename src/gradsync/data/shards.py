@@ -190,9 +190,7 @@ def read_header(path: Path) -> ShardHeader:
     expected_bytes = HEADER_BYTES + num_tokens * item_bytes
     if num_bytes != expected_bytes:
         what = "truncated" if num_bytes < expected_bytes else "longer than it says"
-        raise DataError(
-            f"{path} is {what}: {num_bytes:,} bytes, {num_tokens:,} tokens take {expected_bytes:,}"
-        )
+        raise DataError(f"{path} is {what}: {num_bytes:,} bytes, {num_tokens:,} tokens take {expected_bytes:,}")
     return header
 
 

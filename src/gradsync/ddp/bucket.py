@@ -125,7 +125,7 @@ class Bucket:
         is_grad = self._leave_held_buffer(grads)
         views = self.buffer.views
         self._keep_untouched(grads, is_grad, touched)
-        if not any(is_grad) and None not in grads:
+        if not any(is_grad) and all(g is not None for g in grads):
             _copy_all(views, grads)
         else:
             pairs = [(v, g) for v, g, own in zip(views, grads, is_grad, strict=True) if g is not None and not own]

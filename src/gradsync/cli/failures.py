@@ -1,0 +1,104 @@
+"""What became of a rank that failed: recorded by the rank, told once by whoever answers to the user.
+
+Imports no torch: the launcher reads these before and after it has anything to do with it.
+"""
+
+import json
+import re
+import signal
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from gradsync.cli.main import EXIT_FAILED, exit_code_of
+from gradsync.errors import GradsyncError
+from gradsync.train.config import TrainConfig
+from gradsync.train.runfolder import RunFolder
+
+# What torch and its backends say on the ranks that only notice that another one is gone.
+_LOST_PEER = re.compile(r"peer|connection (closed|reset|refused)|broken pipe|gloo|nccl", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One rank's failure; *expected* ones explain themselves, an *aftermath* only tells that another rank is lost."""
+
+    rank: int
+    kind: str
+    message: str
+    trace: str
+    exit_code: int
+    is_expected: bool
+    is_aftermath: bool
+
+
+def failure_of(rank: int, error: Exception) -> Failure:
+    """Return the record of an exception."""
+    is_expected = isinstance(error, GradsyncError)
+    return Failure(
+        rank=rank,
+        kind=type(error).__name__,
+        message=str(error),
+        trace="".join(traceback.format_exception(error)),
+        exit_code=exit_code_of(error) if isinstance(error, GradsyncError) else EXIT_FAILED,
+        is_expected=is_expected,
+        is_aftermath=_is_aftermath(error),
+    )
+
+
+def silent_failure(rank: int, code: int) -> Failure:
+    """Return the record of a rank that ended without leaving one."""
+    if code < 0:
+        name = signal.Signals(-code).name
+        hint = " (often: out of memory)" if -code == signal.SIGKILL else ""
+        message = f"rank {rank} was killed by {name}{hint}"
+    else:
+        message = f"rank {rank} ended with exit code {code} and without a word"
+    return Failure(rank, "", message, "", EXIT_FAILED, is_expected=True, is_aftermath=False)
+
+
+def record(folder: Path, failure: Failure) -> None:
+    """Leave a failure where the launcher looks for it."""
+    (folder / f"rank-{failure.rank}.json").write_text(json.dumps(asdict(failure)), encoding="utf-8")
+
+
+def recorded(folder: Path) -> list[Failure]:
+    """Return the failures left in a folder, causes before aftermaths."""
+    entries = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("rank-*.json"))]
+    return sorted((Failure(**entry) for entry in entries), key=lambda failure: (failure.is_aftermath, failure.rank))
+
+
+def cause(failures: list[Failure], first_rank: int, first_code: int) -> Failure:
+    """Return the failure behind the others, given which rank was seen to end first and how."""
+    if failures and not failures[0].is_aftermath:
+        return failures[0]
+    own = [failure for failure in failures if failure.rank == first_rank]
+    return own[0] if own else silent_failure(first_rank, first_code)
+
+
+def describe(failure: Failure, config: TrainConfig) -> str:
+    """Return the one line about a failure; with ``--debug`` the traceback follows."""
+    message = failure.message if failure.is_expected else f"rank {failure.rank}: {failure.kind}: {failure.message}"
+    if config.debug:
+        return f"{message}\n{failure.trace}"
+    log = RunFolder(config.run or "").error_log
+    return message if failure.is_expected or not log.exists() else f"{message} (traceback in {log})"
+
+
+def keep_trace(config: TrainConfig, failure: Failure) -> None:
+    """Append the traceback of an unexpected failure to the run folder's log, if there is a run folder."""
+    log = RunFolder(config.run or "").error_log
+    if failure.is_expected or not config.run or not log.parent.is_dir():
+        return
+    with log.open("a", encoding="utf-8") as file:
+        file.write(f"rank {failure.rank}\n{failure.trace}\n")
+
+
+def _is_aftermath(error: BaseException | None) -> bool:
+    while error is not None:
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        is_ours = isinstance(error, GradsyncError)
+        if "DistError" in kinds or (not is_ours and _LOST_PEER.search(str(error))):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -1,0 +1,78 @@
+"""The ``gradsync`` command: finds the subcommand and imports its module, and only that one.
+
+No command's module imports torch before its options are parsed, so ``--help`` is quick everywhere.
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted after saving, 143 terminated after saving.
+"""
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+
+from gradsync import __version__
+from gradsync.errors import ConfigError, GradsyncError
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
+
+COMMANDS = {
+    "train": ("gradsync.cli.train", "train a GPT on text, on one or many processes"),
+    "sample": ("gradsync.cli.sample", "print text from a trained run"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_help_text())
+        return 0 if arguments else EXIT_USAGE
+    if arguments[0] in ("-V", "--version"):
+        print(f"gradsync {__version__}")
+        return 0
+    name, rest = arguments[0], arguments[1:]
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"; did you mean '{near[0]}'?" if near else f"; there are {', '.join(COMMANDS)}"
+        return fail("gradsync", f"unknown command '{name}'{hint}", EXIT_USAGE)
+    return _run(name, rest)
+
+
+def fail(program: str, message: str, code: int) -> int:
+    """Print one line about an error and return the exit code."""
+    print(f"{program}: error: {message}", file=sys.stderr)
+    return code
+
+
+def exit_code_of(error: GradsyncError) -> int:
+    """Return the exit code for an error: usage or failure."""
+    return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    try:
+        code: int = importlib.import_module(COMMANDS[name][0]).main(arguments)
+    except GradsyncError as error:
+        return fail(f"gradsync {name}", str(error), exit_code_of(error))
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has gone; what is left in the buffer has nowhere to go.
+        sys.stdout = None  # type: ignore[assignment]
+        return EXIT_FAILED
+    return code
+
+
+def _help_text() -> str:
+    lines = ["usage: gradsync COMMAND [options]", "", __doc_line__, "", "commands:"]
+    lines += [f"  {name:<10} {summary}" for name, (_, summary) in COMMANDS.items()]
+    return "\n".join([*lines, "", "'gradsync COMMAND --help' tells the options of a command"])
+
+
+__doc_line__ = "Distributed data-parallel training for PyTorch in plain Python."
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""``gradsync sample``: text from a run's checkpoint, on standard output as it comes."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+from gradsync.cli.options import new_parser
+from gradsync.errors import ConfigError
+
+_DESCRIPTION = "Print text that a trained run goes on with."
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run ``gradsync sample`` and return its exit code."""
+    parser = new_parser("sample", _DESCRIPTION)
+    parser.add_argument("run", type=str, help="run folder, or one checkpoint in it")
+    parser.add_argument("--prompt", type=str | None, help="text to go on from (without one: the start of a text)")
+    parser.add_argument("--prompt-file", type=str | None, help="file of prompts, one a line; '-' is standard input")
+    parser.add_argument("--num-samples", type=int, default=1, help="samples of each prompt")
+    parser.add_argument("--max-tokens", type=int, default=256, help="most tokens of a sample")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
+    parser.add_argument("--top-k", type=int | None, default=50, help="draw among this many tokens only; null: all")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same samples")
+    parser.add_argument("--checkpoint", type=Literal["best", "newest"], default="newest", help="which one to take")
+    parser.add_argument("--device", type=Literal["auto", "cpu", "cuda"], default="auto", help="where to compute")
+    options = parser.parse_args(list(arguments))
+    prompts = list(_prompts(options.prompt, options.prompt_file))
+    _check(options)
+
+    from gradsync.train.sample import SampleOptions, stream_text
+    from gradsync.train.trained import load_trained
+
+    trained = load_trained(Path(options.run), options.checkpoint, options.device)
+    print(f"from {trained.checkpoint}", file=sys.stderr)
+    is_one = len(prompts) * options.num_samples == 1
+    for prompt in prompts:
+        for number in range(options.num_samples):
+            how = SampleOptions(options.max_tokens, options.temperature, options.top_k, options.seed + number)
+            pieces = stream_text(trained.model, trained.tokenizer, prompt, how, trained.device)
+            _print_stream(prompt, pieces, is_one)
+    return 0
+
+
+def _print_stream(prompt: str, pieces: Iterator[str], is_one: bool) -> None:
+    if not is_one:
+        print("---")
+    sys.stdout.write(prompt)
+    for piece in pieces:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    print(flush=True)
+
+
+def _prompts(prompt: str | None, file: str | None) -> Iterator[str]:
+    if prompt is not None and file is not None:
+        raise ConfigError("give --prompt or --prompt-file, not both")
+    if file is None:
+        yield prompt or ""
+        return
+    try:
+        lines = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompt-file {file} cannot be read: {error}") from error
+    found = [line for line in lines.splitlines() if line]
+    if not found:
+        raise ConfigError(f"--prompt-file {file} holds no prompt; write one a line")
+    yield from found
+
+
+def _check(options: object) -> None:
+    for name, least in (("num_samples", 1), ("max_tokens", 1), ("temperature", 0), ("top_k", 1), ("seed", 0)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}")

@@ -1,0 +1,190 @@
+"""One rank of ``gradsync train``: a process that may be alone, started by us, or started by torchrun.
+
+Sets up what belongs to the process (threads, device, signals, process group), runs the job, and
+prints the results on rank 0. What becomes of an exception differs: alone it goes to the command line,
+under torchrun this rank prints it, under our launcher it is recorded for the launcher to print once.
+"""
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from gradsync.cli.failures import describe, failure_of, keep_trace, record
+from gradsync.cli.main import EXIT_INTERRUPTED, EXIT_TERMINATED, fail
+from gradsync.cli.parent import die_with_parent
+from gradsync.errors import ConfigError, GradsyncError
+from gradsync.observe.progress import Silent, View, open_view
+from gradsync.train.config import TrainConfig
+from gradsync.train.interrupt import STOP_WORD, StopReason, StopRequests, listening
+from gradsync.train.job import Job, Place
+from gradsync.train.ranks import Alone, Group, Ranks
+from gradsync.train.runfolder import new_run_path
+from gradsync.train.trainer import Outcome
+
+_PROGRAM = "gradsync train"
+_EXIT_CODES = {
+    StopReason.NONE: 0,
+    StopReason.INTERRUPT: EXIT_INTERRUPTED,
+    StopReason.TERMINATE: EXIT_TERMINATED,
+}
+# torchrun hands on the Ctrl-C that the terminal has sent to every process already.
+_TORCHRUN_REPEAT_S = 1.0
+_AFTERMATH_S = 1.0
+
+
+def run_alone(config: TrainConfig) -> int:
+    """Train in this process alone, without a process group."""
+    requests = StopRequests()
+    try:
+        with listening(requests):
+            outcome = _train(config, Alone(), requests)
+    except GradsyncError:
+        raise
+    except Exception as error:  # noqa: BLE001 - shown as one line, kept whole in the run folder
+        failure = failure_of(0, error)
+        keep_trace(config, failure)
+        return fail(_PROGRAM, describe(failure, config), failure.exit_code)
+    return exit_code(outcome)
+
+
+def join(config: TrainConfig) -> int:
+    """Train as one of the ranks that torchrun (or another launcher with its environment) has started."""
+    requests = StopRequests()
+    rank = int(os.environ["RANK"])
+    try:
+        with listening(requests, _TORCHRUN_REPEAT_S):
+            outcome = _train_in_group(config, requests)
+    except Exception as error:  # noqa: BLE001
+        failure = failure_of(rank, error)
+        keep_trace(config, failure)
+        # What all ranks refused together is said once.
+        if rank == 0 or not failure.is_expected:
+            fail(_PROGRAM, describe(failure, config), failure.exit_code)
+        _exit_now(failure.exit_code)
+    return exit_code(outcome)
+
+
+def run_local_rank(config: TrainConfig, control: Path) -> Outcome:
+    """Train as one of the ranks that our launcher has started; its word to stop is a file in ``control``."""
+    die_with_parent()
+    requests = StopRequests(control / STOP_WORD)
+    rank = int(os.environ["RANK"])
+    # The terminal's Ctrl-C and hang-up reach every process; what is to be done is the launcher's to say.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with listening(requests):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGHUP, signal.SIGTERM})
+            return _train_in_group(config, requests)
+    except Exception as error:  # noqa: BLE001
+        failure = failure_of(rank, error)
+        if failure.is_aftermath:
+            time.sleep(_AFTERMATH_S)  # let the launcher notice the rank first that was lost
+        record(control, failure)
+        _exit_now(failure.exit_code)
+
+
+def exit_code(outcome: Outcome) -> int:
+    """Return the exit code for the way a run ended."""
+    return _EXIT_CODES[outcome.reason]
+
+
+def _train_in_group(config: TrainConfig, requests: StopRequests) -> Outcome:
+    from gradsync.comm.process import destroy_process_group, init_process_group
+
+    device = _device(config)
+    view = _open_view(config) if int(os.environ["RANK"]) == 0 else Silent()
+    with _logging_to(view):
+        init_process_group("gloo" if config.backend == "auto" and device.type == "cpu" else config.backend)
+    ranks = Group()
+    config = replace(config, run=config.run or ranks.from_first(new_run_path(config.preset)))
+    outcome = _train(config, ranks, requests, view)
+    # Only after success: after a failure the other end may never answer.
+    destroy_process_group()
+    return outcome
+
+
+def _train(config: TrainConfig, ranks: Ranks, requests: StopRequests, view: View | None = None) -> Outcome:
+    _set_threads(config)
+    device = _device(config)
+    view = view or _open_view(config)
+    try:
+        outcome = Job(config, Place(ranks, device, view, requests)).run()
+    finally:
+        view.close()
+    if ranks.rank == 0:
+        _print_results(outcome)
+    return outcome
+
+
+def _print_results(outcome: Outcome) -> None:
+    if not outcome.is_finished:
+        print(f"stopped after step {outcome.step} of {outcome.total_steps}; go on with:")
+        print(f"  gradsync train --run {outcome.run} --resume", flush=True)
+        return
+    loss = "" if outcome.val_loss is None else f", validation loss {outcome.val_loss:.4f} nats per token"
+    print(f"finished step {outcome.step} of {outcome.total_steps}{loss}")
+    if outcome.sample is not None:
+        print(f"--- sample ---\n{outcome.sample}\n--------------")
+    print(f'more samples: gradsync sample {outcome.run} --prompt "..."', flush=True)
+
+
+def _device(config: TrainConfig) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if config.device == "cpu" or (config.device == "auto" and not has_cuda):
+        return torch.device("cpu")
+    if not has_cuda:
+        raise ConfigError("--device cuda: torch sees no CUDA device on this machine; use --device cpu or auto")
+    # The local rank: the global one counts the devices of other machines, too.
+    index, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if index >= count:
+        raise ConfigError(f"local rank {index} has no CUDA device: there are {count}; start at most {count} processes")
+    torch.cuda.set_device(index)
+    torch.set_float32_matmul_precision("high")
+    return torch.device("cuda", index)
+
+
+def _set_threads(config: TrainConfig) -> None:
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+
+
+def _open_view(config: TrainConfig) -> View:
+    return open_view(config.progress, sys.stderr, config.log_every)
+
+
+@contextmanager
+def _logging_to(view: View) -> Iterator[None]:
+    """Show what the library logs on the way to a process group."""
+
+    class _Notes(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            view.note(record.getMessage())
+
+    logger, handler, level = logging.getLogger("gradsync"), _Notes(), logging.getLogger("gradsync").level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def _exit_now(code: int) -> NoReturn:
+    # Not through the interpreter's shutdown: a process group with work under way may hang there.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,100 @@
+"""Where step records are kept: a file of JSON lines, TensorBoard events, or nowhere.
+
+Receives plain numbers; knows nothing of training. ``open_sinks`` says which of them a run gets.
+"""
+
+import importlib.util
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from gradsync.observe.records import StepRecord
+
+
+class Sink(Protocol):
+    """Something that keeps step records."""
+
+    def write(self, record: StepRecord) -> None:
+        """Keep one record."""
+
+    def close(self) -> None:
+        """Write out what is still held."""
+
+
+class JsonLines:
+    """Appends one JSON object a step, each line written out at once so that a kill loses nothing.
+
+    Numbers that JSON has no spelling for (a loss that is not finite) are written as null.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, record: StepRecord) -> None:
+        """Append the record."""
+        self._file.write(json.dumps(_finite(record.as_json()), allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoard:
+    """Writes the records as TensorBoard scalars; the import is paid at the first record."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writer: Any = None
+
+    def write(self, record: StepRecord) -> None:
+        """Write every number of the record."""
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._folder))  # type: ignore[no-untyped-call]
+        numbers = record.as_json()
+        step = numbers.pop("step")
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush the events."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+def open_sinks(folder: Path, tensorboard: bool) -> list[Sink]:
+    """Return the sinks of a run folder: JSON lines always, TensorBoard where it is wanted and installed."""
+    sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl")]
+    if tensorboard and importlib.util.find_spec("tensorboard") is not None:
+        sinks.append(TensorBoard(folder / "tensorboard"))
+    return sinks
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a metrics file; a last line cut short by a kill is left out."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+def forget_after(path: Path, step: int) -> None:
+    """Drop the records of steps after ``step``: a resumed run takes those steps again."""
+    kept = [record for record in read_metrics(path) if record["step"] <= step]
+    if not path.exists():
+        return
+    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+    os.replace(unfinished, path)
+
+
+def _finite(record: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
+    }

@@ -1,0 +1,32 @@
+"""What is known of one training step, as plain numbers: the unit of metrics, progress and reports."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step; ``step`` counts finished steps, so the first record has step 1."""
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens_per_s: float
+    val_loss: float | None = None
+    skipped: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object written to ``metrics.jsonl``; what does not apply is left out."""
+        line: dict[str, Any] = {
+            "step": self.step,
+            "loss": self.loss,
+            "lr": self.lr,
+            "grad_norm": self.grad_norm,
+            "tokens_per_s": round(self.tokens_per_s, 1),
+        }
+        if self.val_loss is not None:
+            line["val_loss"] = self.val_loss
+        if self.skipped:
+            line["skipped"] = True
+        return line

@@ -1,0 +1,88 @@
+"""What a rank builds by itself before a run: data, model, optimizer. No word to the other ranks, nothing written."""
+
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradsync.data.corpus import Corpus, load_corpus
+from gradsync.data.loader import GlobalBatchLoader
+from gradsync.data.source import TokenSource
+from gradsync.model.gpt2 import GPT2, GPT2Config
+from gradsync.train.batch import BatchPlan, plan_batch
+from gradsync.train.config import TrainConfig
+from gradsync.train.state import TrainingState
+
+_FINGERPRINT_TOKENS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Material:
+    """The parts of a run on one rank, before ranks meet."""
+
+    plan: BatchPlan
+    corpus: Corpus
+    loader: GlobalBatchLoader
+    model: GPT2
+    optimizer: torch.optim.Optimizer
+    state: TrainingState
+
+
+def build(config: TrainConfig, rank: int, world: int, device: torch.device) -> Material:
+    """Build everything for one rank.
+
+    Raises:
+        ConfigError: options that cannot work together.
+        DataError: the data is missing, damaged or too short.
+    """
+    plan = plan_batch(config.batch_tokens, config.context, world, config.micro_batch, config.max_micro_batch)
+    corpus = load_corpus(config.data, config.tokenizer, config.val_fraction)
+    loader = _make_loader(config, plan, corpus.train, rank, world)
+    # The same weights on every rank, then dropout masks of its own for each.
+    torch.manual_seed(config.seed)
+    model = GPT2(model_config(config, corpus.tokenizer.vocab_size)).to(device)
+    torch.manual_seed(_dropout_seed(config.seed, rank))
+    optimizer = model.configure_optimizers(
+        weight_decay=config.weight_decay,
+        learning_rate=config.lr,
+        device_type=device.type,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+    )
+    return Material(plan, corpus, loader, model, optimizer, TrainingState(model, optimizer, rank, device))
+
+
+def model_config(config: TrainConfig, vocab_size: int) -> GPT2Config:
+    """Return the preset's model with what the options change of it."""
+    given = {"num_layers": config.layers, "num_heads": config.heads, "width": config.width}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return GPT2Config.preset(
+        config.preset, vocab_size=vocab_size, context=config.context, dropout=config.dropout, **changes
+    )
+
+
+def fingerprint(source: TokenSource) -> dict[str, int]:
+    """Return what tells one training text from another: its length and a checksum of both ends of each shard."""
+    checksum = 0
+    for shard in source.shards:
+        for end in (shard[:_FINGERPRINT_TOKENS], shard[-_FINGERPRINT_TOKENS:]):
+            checksum = zlib.crc32(end.tobytes(), checksum)
+    return {"tokens": source.num_tokens, "crc32": checksum}
+
+
+def _make_loader(config: TrainConfig, plan: BatchPlan, source: TokenSource, rank: int, world: int) -> GlobalBatchLoader:
+    return GlobalBatchLoader(
+        source,
+        sequences_per_step=plan.sequences_per_step,
+        context=config.context,
+        rank=rank,
+        world=world,
+        micro_batch=plan.micro_batch,
+        shuffle=config.shuffle,
+        seed=config.seed,
+    )
+
+
+def _dropout_seed(seed: int, rank: int) -> int:
+    return seed * 1_000_003 + rank + 1

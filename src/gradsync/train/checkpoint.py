@@ -1,0 +1,218 @@
+"""The folder of checkpoints: written whole or not at all, verified when read, the old ones removed.
+
+One checkpoint is a folder ``step-00000200`` of tensor files (``storage.py``) and a manifest with the
+size and SHA-256 of each file beside a few plain facts (step, position of the data, model). It is
+written as ``.unfinished-...``, synced, and renamed; so a folder under its final name was complete
+when it was written, and the manifest proves that it still is. What the tensors mean is the business
+of ``state.py``.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from gradsync.errors import CheckpointError
+from gradsync.train.ranks import Ranks, together
+from gradsync.train.storage import load_tensors, save_tensors, tensor_shapes
+
+FORMAT = "gradsync-checkpoint"
+VERSION = 1
+MANIFEST_NAME = "manifest.json"
+
+_PREFIX = "step-"
+_UNFINISHED = ".unfinished-"
+_DISCARDED = ".discarded-"
+_READ_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint on disk, its manifest read; ``verify`` says whether it is intact."""
+
+    folder: Path
+    step: int
+    facts: dict[str, Any]
+    files: dict[str, dict[str, Any]]
+
+    def verify(self) -> None:
+        """Compare every file with the manifest.
+
+        Raises:
+            CheckpointError: a file is missing, cut short or changed.
+        """
+        for name, expected in self.files.items():
+            path = self.folder / name
+            if not path.is_file():
+                raise CheckpointError(f"{path} is missing")
+            size = path.stat().st_size
+            if size != expected["bytes"]:
+                raise CheckpointError(f"{path} has {size} bytes instead of {expected['bytes']}")
+            if _sha256(path) != expected["sha256"]:
+                raise CheckpointError(f"{path} was changed: its checksum is not the manifest's")
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return names and shapes of the tensors held."""
+        return tensor_shapes(self.folder)
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Fill tensors in place by name."""
+        load_tensors(self.folder, tensors)
+
+
+class CheckpointFolder:
+    """Writes the checkpoints of a run and removes those that are no longer kept."""
+
+    def __init__(self, folder: Path, ranks: Ranks, keep: int) -> None:
+        self._folder = folder
+        self._ranks = ranks
+        self._keep = keep
+
+    def save(self, step: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> Path:
+        """Write one checkpoint, all ranks together; ``facts`` are rank 0's and must be JSON.
+
+        Raises:
+            CheckpointError: on every rank, if any rank could not write; what was there before stays.
+        """
+        final = self._folder / f"{_PREFIX}{step:08d}"
+        unfinished = self._folder / f"{_UNFINISHED}{final.name}"
+        self._on_first(lambda: _make_empty(unfinished))
+        save_tensors(unfinished, tensors, self._ranks.host_group)
+        written = together(self._ranks, lambda: _describe_files(unfinished, f"__{self._ranks.rank}_"))
+        files = {name: entry for part in self._ranks.gather(written) for name, entry in part.items()}
+        self._on_first(lambda: self._publish(unfinished, final, step, facts, files))
+        return final
+
+    def clean(self) -> None:
+        """Remove what interrupted writes and removals left behind."""
+        self._on_first(lambda: _remove_leftovers(self._folder))
+
+    def _publish(self, unfinished: Path, final: Path, step: int, facts: dict[str, Any], files: dict[str, Any]) -> None:
+        files = {**files, **_describe_files(unfinished, ".metadata")}
+        manifest = {"format": FORMAT, "version": VERSION, "step": step, "facts": facts, "files": files}
+        _write_synced(unfinished / MANIFEST_NAME, json.dumps(manifest, indent=1) + "\n")
+        _sync_folder(unfinished)
+        if final.exists():  # the same step again, after a fall back to an earlier checkpoint
+            _discard(final)
+        os.rename(unfinished, final)
+        _sync_folder(self._folder)
+        self._remove_old()
+
+    def _remove_old(self) -> None:
+        checkpoints = list_checkpoints(self._folder)
+        kept = {checkpoint.step for checkpoint in checkpoints[: self._keep]}
+        scored = [c for c in checkpoints if c.facts.get("val_loss") is not None]
+        if scored:
+            kept.add(min(scored, key=lambda checkpoint: checkpoint.facts["val_loss"]).step)
+        for checkpoint in checkpoints:
+            if checkpoint.step not in kept:
+                _discard(checkpoint.folder)
+
+    def _on_first(self, action: Callable[[], None]) -> None:
+        def guarded() -> None:
+            if self._ranks.rank == 0:
+                try:
+                    action()
+                except OSError as error:
+                    raise CheckpointError(f"{self._folder} could not be written: {error}") from error
+
+        together(self._ranks, guarded)
+
+
+def list_checkpoints(folder: Path) -> list[Checkpoint]:
+    """Return the checkpoints whose manifest can be read, the newest first."""
+    found = []
+    for path in sorted(folder.glob(f"{_PREFIX}*"), reverse=True):
+        try:
+            found.append(open_checkpoint(path))
+        except CheckpointError:
+            continue
+    return sorted(found, key=lambda checkpoint: checkpoint.step, reverse=True)
+
+
+def newest_intact(folder: Path, complain: Callable[[str], None]) -> Checkpoint | None:
+    """Return the newest checkpoint that is intact; those that are not are complained about and passed over."""
+    for path in sorted(folder.glob(f"{_PREFIX}*"), reverse=True):
+        try:
+            checkpoint = open_checkpoint(path)
+            checkpoint.verify()
+        except CheckpointError as error:
+            complain(f"damaged checkpoint passed over: {error}")
+        else:
+            return checkpoint
+    return None
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Read the manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: there is none, or it isn't one of ours.
+    """
+    path = folder / MANIFEST_NAME
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        is_ours = manifest["format"] == FORMAT
+        version = manifest["version"]
+        checkpoint = Checkpoint(folder, manifest["step"], manifest["facts"], manifest["files"])
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    if not is_ours or version != VERSION:
+        raise CheckpointError(f"{path} is not a gradsync checkpoint of version {VERSION}")
+    return checkpoint
+
+
+def _describe_files(folder: Path, prefix: str) -> dict[str, dict[str, Any]]:
+    return {
+        path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(folder.glob(f"{prefix}*"))
+    }
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _discard(folder: Path) -> None:
+    # Renamed first: a removal cut short must not leave half a checkpoint under a valid name.
+    discarded = folder.with_name(f"{_DISCARDED}{folder.name}")
+    shutil.rmtree(discarded, ignore_errors=True)
+    os.rename(folder, discarded)
+    shutil.rmtree(discarded, ignore_errors=True)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    for pattern in (f"{_UNFINISHED}*", f"{_DISCARDED}*"):
+        for leftover in folder.glob(pattern):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

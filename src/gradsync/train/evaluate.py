@@ -1,0 +1,43 @@
+"""Validation loss over all ranks, by sums and counts: the number of ranks does not change it.
+
+Works on the bare model, so it runs no collective of the engine and recompiles nothing.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gradsync.train.ranks import Ranks
+
+IGNORED_TARGET = -1
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A mean loss in nats per token and the number of tokens it was taken over."""
+
+    loss: float
+    tokens: int
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], ranks: Ranks, device: torch.device
+) -> Evaluation:
+    """Return the mean loss over the batches of all ranks; every rank must call it."""
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    was_training = model.training
+    model.eval()
+    try:
+        for inputs, targets in batches:
+            inputs, targets = inputs.to(device), targets.to(device)
+            _, loss = model(inputs, targets, reduction="sum")
+            totals[0] += loss
+            totals[1] += (targets != IGNORED_TARGET).sum()
+    finally:
+        model.train(was_training)
+    ranks.start_sum(totals)()
+    loss_sum, tokens = totals.tolist()
+    return Evaluation(loss_sum / tokens, int(tokens))

@@ -1,0 +1,223 @@
+"""A training run as one rank lives through it: set up, restored, trained, and what is due between steps.
+
+Called with the process group (or none) already there. What can fail for a reason of the user's comes
+before anything is written, and on all ranks together, so that all raise or none.
+"""
+
+import platform
+import socket
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradsync import __version__
+from gradsync.data.loader import evaluation_batches
+from gradsync.errors import CheckpointError
+from gradsync.observe.memory import resident_bytes
+from gradsync.observe.metrics import Sink, forget_after, open_sinks
+from gradsync.observe.progress import View
+from gradsync.observe.records import StepRecord
+from gradsync.train.build import build, fingerprint
+from gradsync.train.checkpoint import CheckpointFolder, newest_intact, open_checkpoint
+from gradsync.train.config import TrainConfig
+from gradsync.train.evaluate import Evaluation, evaluate
+from gradsync.train.interrupt import StopRequests
+from gradsync.train.optim import Schedule
+from gradsync.train.ranks import Ranks, together
+from gradsync.train.runfolder import RunFolder
+from gradsync.train.sample import SampleOptions, stream_text
+from gradsync.train.trainer import Outcome, Parts, Trainer
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is, whom it talks to, and who talks to it."""
+
+    ranks: Ranks
+    device: torch.device
+    view: View
+    requests: StopRequests
+
+
+class Job:
+    """One run on one rank; the trainer comes back to it for what is due between steps."""
+
+    def __init__(self, config: TrainConfig, place: Place) -> None:
+        assert config.run is not None
+        self._config = config
+        self._place = place
+        self._folder = RunFolder(config.run)
+        self._material = together(place.ranks, lambda: build(config, place.ranks.rank, place.ranks.world, place.device))
+        together(place.ranks, self._claim_folder)
+        self._checkpoints = CheckpointFolder(self._folder.checkpoints, place.ranks, config.keep_checkpoints)
+        self._sinks: list[Sink] = []
+
+    def run(self) -> Outcome:
+        """Train, from the start or from the newest intact checkpoint; all ranks together."""
+        self._checkpoints.clean()
+        model, accumulate = _wrap(self._material.model, self._place.ranks.world)
+        step = self._restore() if self._config.resume else 0
+        self._open_records(step)
+        self._announce()
+        self._place.view.begin(step, self._config.steps)
+        try:
+            return Trainer(self._config, self._parts(model, accumulate), self, step).run()
+        finally:
+            for sink in self._sinks:
+                sink.close()
+
+    def evaluate(self) -> Evaluation:
+        """Return the validation loss over all ranks."""
+        config, ranks = self._config, self._place.ranks
+        batches = evaluation_batches(
+            self._material.corpus.val,
+            config.context,
+            ranks.rank,
+            ranks.world,
+            self._material.plan.micro_batch,
+            max_sequences=-(-config.eval_tokens // config.context) or None,
+        )
+        return evaluate(self._material.model, batches, ranks, self._place.device)
+
+    def sample(self, step: int) -> str | None:
+        """Write a sample into the run folder and return it, on rank 0."""
+        if self._place.ranks.rank != 0:
+            return None
+        config = self._config
+        options = SampleOptions(config.sample_tokens, config.sample_temperature, config.sample_top_k, config.seed)
+        tokenizer = self._material.corpus.tokenizer
+        pieces = stream_text(self._material.model, tokenizer, config.sample_prompt, options, self._place.device)
+        text = config.sample_prompt + "".join(pieces)
+        self._folder.write_sample(step, text)
+        return text
+
+    def save(self, step: int, val_loss: float | None) -> Path:
+        """Write a checkpoint."""
+        material = self._material
+        facts = {
+            "model": asdict(material.model.config),
+            "tokenizer": material.corpus.tokenizer.name,
+            "data": fingerprint(material.corpus.train),
+            "loader": material.loader.state_dict(),
+            "tokens": step * material.plan.tokens_per_step,
+            "world": self._place.ranks.world,
+            "val_loss": val_loss,
+        }
+        return self._checkpoints.save(step, material.state.tensors(), facts)
+
+    def tell(self, record: StepRecord) -> None:
+        """Keep and show a finished step."""
+        for sink in self._sinks:
+            sink.write(record)
+        self._place.view.step(record, self._memory_bytes())
+
+    def note(self, message: str) -> None:
+        """Say something to the user."""
+        self._place.view.note(message)
+
+    def _claim_folder(self) -> None:
+        if self._place.ranks.rank == 0:
+            self._folder.create(self._config)
+
+    def _parts(self, model: nn.Module, accumulate: Callable[[], AbstractContextManager[Any]]) -> Parts:
+        config, place, material = self._config, self._place, self._material
+        return Parts(
+            ranks=place.ranks,
+            device=place.device,
+            bare_model=material.model,
+            model=model,
+            accumulate=accumulate,
+            optimizer=material.optimizer,
+            schedule=Schedule(config.lr, config.min_lr_fraction, config.warmup_steps, config.steps),
+            loader=material.loader,
+            requests=place.requests,
+        )
+
+    def _restore(self) -> int:
+        ranks = self._place.ranks
+        path = ranks.from_first(together(ranks, self._find_checkpoint))
+        if path is None:
+            self.note("no checkpoint yet: starting from step 0")
+            return 0
+        step = together(ranks, lambda: self._load(path))
+        self.note(f"resumed from {path}")
+        return step
+
+    def _find_checkpoint(self) -> Path | None:
+        if self._place.ranks.rank != 0:
+            return None
+        checkpoint = newest_intact(self._folder.checkpoints, self.note)
+        return checkpoint.folder if checkpoint else None
+
+    def _load(self, path: Path) -> int:
+        checkpoint, material = open_checkpoint(path), self._material
+        if checkpoint.facts["data"] != fingerprint(material.corpus.train):
+            raise CheckpointError(
+                f"the text of {self._config.data} is not the one that run {self._folder.path} was trained on; "
+                f"resume with that text, or start a new run"
+            )
+        material.state.restore(checkpoint.shapes(), checkpoint.load)
+        material.loader.load_state_dict(checkpoint.facts["loader"])
+        return checkpoint.step
+
+    def _open_records(self, step: int) -> None:
+        if self._place.ranks.rank != 0:
+            return
+        forget_after(self._folder.metrics_file, step)
+        self._sinks = open_sinks(self._folder.path, self._config.tensorboard)
+        self._folder.keep_tokenizer(getattr(self._material.corpus.tokenizer, "path", None))
+        self._folder.append_start(
+            {
+                "time": time.time(),
+                "step": step,
+                "ranks": self._place.ranks.world,
+                "device": _device_name(self._place.device),
+                "host": socket.gethostname(),
+                "platform": platform.platform(),
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "gradsync": __version__,
+            }
+        )
+
+    def _announce(self) -> None:
+        corpus, plan, model = self._material.corpus, self._material.plan, self._material.model
+        shape = model.config
+        self.note(
+            f"data: {corpus.name}; {corpus.train.num_tokens:,} tokens to train, {corpus.val.num_tokens:,} held back"
+        )
+        for line in corpus.notes:
+            self.note(line)
+        self.note(
+            f"model: {shape.num_layers} layers, {shape.num_heads} heads, width {shape.width}, context {shape.context}; "
+            f"{model.num_parameters():,} parameters"
+        )
+        self.note(
+            f"step: {plan.tokens_per_step:,} tokens = {self._place.ranks.world} rank(s) x {plan.accumulation} "
+            f"micro-batch(es) x {plan.micro_batch} sequences x {plan.context}; run folder {self._folder.path}"
+        )
+
+    def _memory_bytes(self) -> int:
+        if self._place.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._place.device)
+        return resident_bytes()
+
+
+def _wrap(model: nn.Module, world: int) -> tuple[nn.Module, Callable[[], AbstractContextManager[Any]]]:
+    """Return the model as the ranks train it, and the context in which gradients stay local."""
+    if world == 1:
+        return model, nullcontext
+    from gradsync.ddp.module import DistributedDataParallel
+
+    wrapped = DistributedDataParallel(model, reduction="sum")
+    return wrapped, wrapped.no_sync
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -1,0 +1,143 @@
+"""torch.distributed.checkpoint without its two doors to foreign code.
+
+The format's index (``.metadata``) is a pickle, and non-tensor entries are pickles too. Here the
+index is read by an unpickler that knows only the classes an index is made of, and non-tensor entries
+are refused: we write none. Files outside the checkpoint's folder are never opened.
+"""
+
+import pickle
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from gradsync.errors import CheckpointError
+
+INDEX_NAME = ".metadata"
+
+_INDEX_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata",
+        "MetadataIndex",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "TensorProperties",
+        "ChunkStorageMetadata",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
+    "pathlib._local": {"Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
+}
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and name in _DTYPE_NAMES
+        if is_dtype or name in _INDEX_CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        raise CheckpointError(
+            f"the checkpoint's index names {module}.{name}, which no index that gradsync wrote contains; "
+            f"the file is damaged or was made to run code, and is not loaded"
+        )
+
+
+_DTYPE_NAMES = {
+    "float64", "float32", "float16", "bfloat16", "complex64", "complex128",
+    "int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64", "bool",
+}  # fmt: skip
+
+
+class _TensorsOnly(DefaultLoadPlanner):
+    def load_bytes(self, read_item: Any, value: IO[bytes]) -> None:
+        raise CheckpointError(f"{read_item.dest_index.fqn} is no tensor; the checkpoint was not written by gradsync")
+
+
+class _Reader(FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        index = read_index(Path(self.path))
+        index.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
+        return index
+
+
+def save_tensors(folder: Path, tensors: dict[str, Tensor], group: Any) -> None:
+    """Write the tensors of all ranks of ``group`` (None: of this process alone) into ``folder``.
+
+    What several ranks hold under one name is written once, by one of them.
+
+    Raises:
+        CheckpointError: on every rank, if any rank could not write.
+    """
+    writer = FileSystemWriter(folder, sync_files=True)
+    try:
+        with _alone_is_intended():
+            save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        raise CheckpointError(f"{folder} could not be written: {_first_failure(error)}") from error
+
+
+def load_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Fill the given tensors in place from a folder; each rank reads for itself.
+
+    Raises:
+        CheckpointError: a tensor is missing or has another shape.
+    """
+    try:
+        with _alone_is_intended():
+            load(dict(tensors), storage_reader=_Reader(folder), planner=_TensorsOnly(), no_dist=True)
+    except CheckpointException as error:
+        raise CheckpointError(f"{folder} could not be loaded: {_first_failure(error)}") from error
+
+
+def read_index(folder: Path) -> Metadata:
+    """Return the index of a folder without executing anything that it names.
+
+    Raises:
+        CheckpointError: the index is missing, damaged, or names what an index does not contain.
+    """
+    path = folder / INDEX_NAME
+    try:
+        with path.open("rb") as file:
+            index = _IndexUnpickler(file).load()
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle raises almost anything
+        raise CheckpointError(f"{path} could not be read: {type(error).__name__}: {error}") from error
+    if not isinstance(index, Metadata):
+        raise CheckpointError(f"{path} is not the index of a checkpoint")
+    for info in (index.storage_data or {}).values():
+        name = info.relative_path
+        if Path(name).name != str(name):
+            raise CheckpointError(f"{path} names {name}, a file outside the checkpoint")
+    return index
+
+
+def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of the tensors in a folder."""
+    entries = read_index(folder).state_dict_metadata.items()
+    return {name: tuple(entry.size) for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+
+
+@contextmanager
+def _alone_is_intended() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _first_failure(error: CheckpointException) -> str:
+    rank, (cause, _) = next(iter(error.failures.items()))
+    return f"rank {rank}: {type(cause).__name__}: {cause}"

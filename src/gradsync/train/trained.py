@@ -1,0 +1,89 @@
+"""A trained model, taken from a run folder or one checkpoint: for sampling, evaluation and export.
+
+The checkpoint says which model and which tokenizer it needs; the training data is not needed.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from gradsync.data.tokenizer import Tokenizer, load_tokenizer
+from gradsync.errors import CheckpointError, ConfigError
+from gradsync.model.gpt2 import GPT2, GPT2Config
+from gradsync.train.checkpoint import (
+    MANIFEST_NAME,
+    Checkpoint,
+    list_checkpoints,
+    newest_intact,
+    open_checkpoint,
+)
+from gradsync.train.runfolder import RunFolder, read_config
+from gradsync.train.state import match_names, model_tensors
+
+Which = Literal["newest", "best"]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model in evaluation mode with what belongs to it."""
+
+    model: GPT2
+    tokenizer: Tokenizer
+    device: torch.device
+    checkpoint: Path
+    step: int
+    facts: dict[str, Any]
+
+
+def load_trained(path: Path, which: Which, device: str) -> Trained:
+    """Load a run's newest intact or best checkpoint, or the very checkpoint that ``path`` names.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    checkpoint = _find(path, which)
+    place = _place(device)
+    model = GPT2(GPT2Config(**checkpoint.facts["model"])).to(place)
+    checkpoint.load(match_names(model_tensors(model), checkpoint.shapes()))
+    tokenizer = _tokenizer(checkpoint)
+    return Trained(model.eval(), tokenizer, place, checkpoint.folder, checkpoint.step, checkpoint.facts)
+
+
+def _find(path: Path, which: Which) -> Checkpoint:
+    if (path / MANIFEST_NAME).is_file():
+        checkpoint = open_checkpoint(path)
+        checkpoint.verify()
+        return checkpoint
+    if not path.is_dir():
+        raise ConfigError(f"{path} is not a run folder; give the folder that gradsync train was given with --run")
+    read_config(path)
+    complaints: list[str] = []
+    folder = RunFolder(path).checkpoints
+    found = newest_intact(folder, complaints.append) if which == "newest" else _best(folder)
+    if found is None:
+        raise CheckpointError(f"{path} holds no intact checkpoint" + "".join(f"; {line}" for line in complaints))
+    return found
+
+
+def _best(folder: Path) -> Checkpoint | None:
+    scored = [checkpoint for checkpoint in list_checkpoints(folder) if checkpoint.facts.get("val_loss") is not None]
+    if not scored:
+        raise CheckpointError(f"no checkpoint in {folder} has a validation loss; take --checkpoint newest")
+    best = min(scored, key=lambda checkpoint: float(checkpoint.facts["val_loss"]))
+    best.verify()
+    return best
+
+
+def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    copy = RunFolder(checkpoint.folder.parent.parent).tokenizer_file
+    return load_tokenizer(str(copy) if copy.is_file() else checkpoint.facts["tokenizer"])
+
+
+def _place(device: str) -> torch.device:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no CUDA device on this machine; use --device cpu or auto")
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(device)

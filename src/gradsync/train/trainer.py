@@ -1,0 +1,204 @@
+"""The training loop: one optimizer step, told in the order in which it happens, and what is due between steps.
+
+What it works with was put together in ``job.py``; the reduction of gradients is the engine's, inside
+the wrapped model's backward.
+
+[Note: Exact averaging] Every rank's loss is a sum over its tokens divided by the token count of the
+whole step, and the engine adds gradients without dividing. So each gradient is divided once, by one
+number, and does not depend on how the batch was laid out over ranks and micro-batches.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradsync.data.loader import GlobalBatchLoader
+from gradsync.errors import CheckpointError, NonFiniteError
+from gradsync.observe.records import StepRecord
+from gradsync.train.config import TrainConfig
+from gradsync.train.evaluate import Evaluation
+from gradsync.train.interrupt import StopReason, StopRequests
+from gradsync.train.nonfinite import explain, find_sequences
+from gradsync.train.optim import Schedule, set_lr
+from gradsync.train.ranks import Ranks
+from gradsync.train.vote import StepVote, Verdict
+
+MicroBatches = list[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a training loop works with on one rank."""
+
+    ranks: Ranks
+    device: torch.device
+    bare_model: nn.Module
+    model: nn.Module
+    accumulate: Callable[[], AbstractContextManager[Any]]
+    optimizer: Optimizer
+    schedule: Schedule
+    loader: GlobalBatchLoader
+    requests: StopRequests
+
+
+class Chores(Protocol):
+    """What is done between steps: all of it by all ranks, whatever each of them does there."""
+
+    def evaluate(self) -> Evaluation:
+        """Return the validation loss."""
+
+    def sample(self, step: int) -> str | None:
+        """Return a sample, on rank 0."""
+
+    def save(self, step: int, val_loss: float | None) -> Path:
+        """Write a checkpoint and return where."""
+
+    def tell(self, record: StepRecord) -> None:
+        """Keep and show a finished step."""
+
+    def note(self, message: str) -> None:
+        """Say something to the user."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a start of a run ended, on every rank; the sample is there on rank 0 only."""
+
+    run: str
+    step: int
+    total_steps: int
+    reason: StopReason
+    val_loss: float | None
+    sample: str | None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all steps of the run were taken."""
+        return self.step == self.total_steps
+
+
+class Trainer:
+    """Takes steps until the run is finished or asked to stop; the same decisions on every rank."""
+
+    def __init__(self, config: TrainConfig, parts: Parts, chores: Chores, step: int) -> None:
+        self._config = config
+        self._parts = parts
+        self._chores = chores
+        self.step = step
+        self._end = config.steps if config.stop_after is None else min(config.steps, step + config.stop_after)
+        self._reason = StopReason.NONE
+        self._val_loss: float | None = None
+        self._evaluated_step = -1
+
+    def run(self) -> Outcome:
+        """Train to the end of this start, save, and say how it ended."""
+        sample = None
+        while self.step < self._end and self._reason is StopReason.NONE:
+            record = self._evaluate_if_due(self._train_step())
+            self._chores.tell(record)
+            self._save_if_due()
+            sample = self._sample_if_due()
+        run = self._config.run or ""
+        return Outcome(run, self.step, self._config.steps, self._reason, self._val_loss, sample)
+
+    def _train_step(self) -> StepRecord:
+        parts = self._parts
+        started_s = time.perf_counter()
+        lr = parts.schedule.lr_at(self.step)
+        set_lr(parts.optimizer, lr)
+        numbers = parts.loader.upcoming()
+        micro_batches = parts.loader.next_step()
+        vote = self._forward_backward(micro_batches)
+        grad_norm = self._clip_gradients()
+        verdict = vote.result()
+        is_finite = not verdict.non_finite_ranks and math.isfinite(grad_norm)
+        if is_finite:
+            parts.optimizer.step()
+        else:
+            self._refuse(micro_batches, numbers, verdict, grad_norm)
+        parts.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        self._reason = verdict.reason
+        tokens = parts.loader.tokens_per_step
+        tokens_per_s = tokens / (time.perf_counter() - started_s)
+        return StepRecord(self.step, verdict.loss_sum / tokens, lr, grad_norm, tokens_per_s, skipped=not is_finite)
+
+    def _forward_backward(self, micro_batches: MicroBatches) -> StepVote:
+        """Accumulate this rank's gradients; the backward of the last micro-batch reduces them."""
+        parts = self._parts
+        loss_sum = torch.zeros((), dtype=torch.float64, device=parts.device)
+        for inputs, targets in micro_batches[:-1]:
+            with parts.accumulate():
+                loss = self._summed_loss(inputs, targets)
+                loss_sum += loss.detach()
+                self._mean_over_step(loss).backward()
+        loss = self._summed_loss(*micro_batches[-1])
+        loss_sum += loss.detach()
+        vote = StepVote(parts.ranks, loss_sum, parts.requests.reason)
+        self._mean_over_step(loss).backward()
+        return vote
+
+    def _summed_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        device = self._parts.device
+        _, loss = self._parts.model(inputs.to(device), targets.to(device), reduction="sum")
+        return loss  # type: ignore[no-any-return]
+
+    def _mean_over_step(self, loss: Tensor) -> Any:
+        """See [Note: Exact averaging]."""
+        return loss / self._parts.loader.tokens_per_step
+
+    def _clip_gradients(self) -> float:
+        limit = self._config.clip or math.inf
+        return float(nn.utils.clip_grad_norm_(self._parts.bare_model.parameters(), limit))
+
+    def _refuse(self, micro_batches: MicroBatches, numbers: range, verdict: Verdict, grad_norm: float) -> None:
+        """Say where a step went wrong; stop there, on all ranks, unless such steps are to be skipped."""
+        parts = self._parts
+        found = find_sequences(parts.bare_model, micro_batches, numbers, parts.device)
+        message = explain(parts.ranks, self.step + 1, found, grad_norm, verdict.non_finite_ranks)
+        if self._config.non_finite == "stop":
+            raise NonFiniteError(
+                f"{message}; the last checkpoint is from before it. "
+                f"Lower --lr, or skip such steps with --non-finite skip"
+            )
+        self._chores.note(f"{message}; skipped")
+
+    def _evaluate_if_due(self, record: StepRecord) -> StepRecord:
+        if not self._is_due(self._config.eval_every):
+            return record
+        self._val_loss = self._chores.evaluate().loss
+        self._evaluated_step = self.step
+        return replace(record, val_loss=self._val_loss)
+
+    def _save_if_due(self) -> None:
+        """Save every so often, where a failure is reported and the run goes on, and at the end of this start."""
+        every = self._config.checkpoint_every
+        if self.step == self._end or self._reason is not StopReason.NONE:
+            self._save()
+        elif every and self.step % every == 0:
+            try:
+                self._save()
+            except CheckpointError as error:
+                self._chores.note(f"warning: {error}; training goes on, the next checkpoint is tried as usual")
+
+    def _sample_if_due(self) -> str | None:
+        if self._config.sample_tokens == 0 or not self._is_due(self._config.sample_every):
+            return None
+        return self._chores.sample(self.step)
+
+    def _is_due(self, every: int) -> bool:
+        is_finished = self.step == self._config.steps
+        return is_finished or (every > 0 and self.step % every == 0)
+
+    def _save(self) -> None:
+        is_evaluated_here = self._evaluated_step == self.step
+        path = self._chores.save(self.step, self._val_loss if is_evaluated_here else None)
+        self._chores.note(f"saved {path}")
