@@ -47,7 +47,7 @@ class DDPJoinHook(JoinHook):
         """Shadow one iteration of the training ranks."""
         coming = announce(self._ddp, Announcement(-1, False, False))
         if coming.sends_buffers:
-            self._ddp._broadcast_buffers(coming.source)
+            self._ddp._synchronize_buffers(coming.source)
         if coming.synchronizes:
             self._ddp.reducer.shadow_pass()
 
