@@ -51,6 +51,7 @@ class LoggingData:
     def __init__(self, ddp: "DistributedDataParallel") -> None:
         self.comm_hook = ""
         self.error = ""
+        self.has_joined = False
         self._first_buckets = [bucket.num_bytes for bucket in ddp.reducer.plan.buckets]
 
     def set_error_and_log(self, message: str) -> None:
@@ -68,7 +69,7 @@ class LoggingData:
             "error": self.error or ddp.reducer.failure or "",
             "has_error": int(bool(self.error or ddp.reducer.failure)),
             "static_graph": int(ddp.static_graph),
-            "join_uneven_inputs": int(ddp._join_config.enable),
+            "join_uneven_inputs": int(self.has_joined),
         }
         return found | {key: value for key, value in optional.items() if value}
 

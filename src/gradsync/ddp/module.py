@@ -18,7 +18,7 @@ from torch.distributed.utils import _to_kwargs
 from gradsync.comm.groups import broadcast_tensors
 from gradsync.comm.private import Lease, borrow_group
 from gradsync.ddp import arguments, guard
-from gradsync.ddp.comm_hooks import CommHook, check_hook
+from gradsync.ddp.comm_hooks import CommHook
 from gradsync.ddp.join import Announcement, DDPJoinHook, announce, hook_arguments
 from gradsync.ddp.outputs import find_tensors
 from gradsync.ddp.plan import MIB, caps_from_mib
@@ -415,7 +415,7 @@ class DistributedDataParallel(TorchSurface):
             ValueError: it is no function of (state, bucket).
             RuntimeError: there is a hook already.
         """
-        check_hook(hook)
+        self._check_comm_hook(hook)
         self._claim_hook()
         self._comm_hooks.append((hook, state))
         self._logging.comm_hook = str(getattr(hook, "__qualname__", hook))
@@ -446,6 +446,7 @@ class DistributedDataParallel(TorchSurface):
 
     def join_hook(self, **kwargs: Any) -> DDPJoinHook:
         """Return what torch's ``Join`` calls on a rank that has run out of batches."""
+        self._logging.has_joined = True
         return DDPJoinHook(self, hook_arguments(kwargs))
 
     @property

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
 
 from gradsync.comm.groups import group_timeout
+from gradsync.ddp.backward import in_distributed_autograd
 from gradsync.ddp.comm_hooks import HookedCollective, check_hook
 from gradsync.ddp.compression import fp16_compress_hook, sum_in
 from gradsync.ddp.in_backward import OptimizersInBackward, make_fused
@@ -24,6 +25,7 @@ from gradsync.ddp.logging_data import LoggingData, Record
 from gradsync.ddp.mixed_precision import FullPrecision, choose_precision
 from gradsync.ddp.plan import MIB
 from gradsync.ddp.reducer import Reducer
+from gradsync.errors import ConfigError
 
 if TYPE_CHECKING:
     from gradsync.ddp.module import DistributedDataParallel
@@ -59,6 +61,11 @@ class TorchSurface(TorchDDP):
         """Do what is due before a forward and is no synchronisation."""
         if torch._C._current_graph_task_id() == -1:
             self._precision.restore()
+        if in_distributed_autograd():
+            raise ConfigError(
+                f"rank {self.reducer.rank}: a forward inside torch.distributed.autograd.context: gradients would go to "
+                f"that context instead of param.grad, and would not be synchronised; run backward without the context"
+            )
         if self._ddp._is_active:
             self._wait_for_buffers()
             self._in_backward.refresh(lambda: self._module_parameters)
@@ -178,7 +185,11 @@ class TorchSurface(TorchDDP):
         self.reducer.use_hook(HookedCollective(state, hook, timeout, self.reducer.rank, divides))
 
     def _check_comm_hook(self, hook: Any) -> None:
-        check_hook(hook)
+        try:
+            check_hook(hook)
+        except (TypeError, ValueError) as error:
+            self._logging.set_error_and_log(str(error))
+            raise
 
     # ------------------------------------------------------------- the record
 
