@@ -51,6 +51,7 @@ class _Slot:
     home: dict[str, Any]
     name: str
     parameter: nn.Parameter
+    is_sparse: bool = False
     stand_in: torch.Tensor | None = None
 
     def put(self, stand_in: torch.Tensor | None) -> None:
@@ -128,7 +129,7 @@ class LowPrecision(FullPrecision):
         casts: Casts = {}
         for slot in _find_slots(self._module):
             if id(slot.parameter) not in casts:
-                casts[id(slot.parameter)] = slot.parameter.to(self.param_dtype)
+                casts[id(slot.parameter)] = _cast(slot, self.param_dtype)
         return casts
 
     def _put(self, casts: Casts | None) -> None:
@@ -158,11 +159,33 @@ def choose_precision(config: Any, module: nn.Module) -> FullPrecision:
 
 def _find_slots(module: nn.Module) -> list[_Slot]:
     return [
-        _Slot(m._parameters, name, p)
+        _Slot(m._parameters, name, p, is_sparse=getattr(m, "sparse", False) is True)
         for m in module.modules()
         for name, p in m._parameters.items()
         if p is not None and _is_cast(p)
     ]
+
+
+def _cast(slot: _Slot, dtype: torch.dtype | None) -> torch.Tensor:
+    if not slot.is_sparse:
+        return slot.parameter.to(dtype)
+    cast: torch.Tensor = _SparseCast.apply(slot.parameter, dtype)  # type: ignore[no-untyped-call]
+    return cast
+
+
+class _SparseCast(torch.autograd.Function):
+    """``to(dtype)`` for a table with sparse gradients, which the backward of torch's own refuses."""
+
+    @staticmethod
+    def forward(ctx: Any, table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the table in another dtype."""
+        ctx.dtype = table.dtype
+        return table.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Return the gradient, sparse or not, in the table's dtype."""
+        return grad.to(ctx.dtype), None
 
 
 def _is_cast(tensor: torch.Tensor) -> bool:

@@ -95,4 +95,5 @@ def _gather_sparse(
         group.allgather([all_values], [values]).wait()
     rows = torch.cat([part[:n] for part, n in zip(all_indices, lengths, strict=True)])
     entries = torch.cat([part[:n] for part, n in zip(all_values, lengths, strict=True)])
-    return torch.sparse_coo_tensor(rows.unsqueeze(0), entries, parameter.shape).coalesce()
+    summed = torch.sparse_coo_tensor(rows.unsqueeze(0), entries, parameter.shape, check_invariants=False)
+    return summed.coalesce()
