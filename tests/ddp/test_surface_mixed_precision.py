@@ -12,12 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel.distributed import _MixedPrecision
-from torch.utils.checkpoint import checkpoint
-
-from gradsync import DistributedDataParallel
-from rank_pool import RankPool
 from reference import (
     OneProcess,
     assert_equal_replicas,
@@ -28,6 +22,12 @@ from reference import (
     raised,
     unsynced,
 )
+from torch import nn
+from torch.nn.parallel.distributed import _MixedPrecision
+from torch.utils.checkpoint import checkpoint
+
+from gradsync import DistributedDataParallel
+from rank_pool import RankPool
 
 BF16 = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
