@@ -66,6 +66,7 @@ from gradsync.ddp.control import (
 )
 from gradsync.ddp.plan import Plan, make_plan, parameter_spec
 from gradsync.ddp.readiness import Readiness
+from gradsync.ddp.reducer_surface import ReducerSurface
 from gradsync.ddp.replicas import describe_parameters, first_difference
 from gradsync.ddp.rounds import reduce_newcomers, reduce_sparse
 from gradsync.ddp.settings import Reduction, Settings
@@ -75,7 +76,7 @@ from gradsync.errors import ContractError, ReducerFailedError
 NamedParameter = tuple[str, nn.Parameter]
 
 
-class Reducer:
+class Reducer(ReducerSurface):
     """Synchronises the gradients of one module; see the module's docstring for the order of events.
 
     ``group`` carries the buckets, ``control_group`` (CPU tensors) everything else; they may be one.
@@ -94,14 +95,19 @@ class Reducer:
         self.num_backwards = 0
         self.gradient_weight = 0.0
         self.hook: HookedCollective | None = None
-        self.plan_changed: Callable[[], None] = lambda: None
         self.on_failure: Callable[[], object] = lambda: None
+        self.backward_over: Callable[[], object] = lambda: None
+        """Called first when a backward that began a pass is over."""
+        self.pass_done: Callable[[], object] = lambda: None
+        """Called when the gradients of a pass of this rank's own are in place."""
+        self.last_words: ControlWords | None = None
         self.failure: str | None = None
         self._pass: weakref.ref[_EndOfBackward] | None = None
         self._is_open = False
         self._is_complete = False
         self._forward_thread = threading.get_ident()
         self._handles: list[Any] = []
+        self._is_detached = False
         self._change: list[NamedParameter] | None = None
         self.parameters: list[nn.Parameter] = []
         self.touched, self.synced = bytearray(), bytearray()
@@ -123,7 +129,7 @@ class Reducer:
         self.watch.accept()
         self._register_hooks()
         self.readiness = Readiness(len(named))
-        self._is_order_agreed = False
+        self.is_order_agreed = False
         self._use_plan(make_plan(self.specs, reversed(range(len(named))), self.settings.caps_bytes))
 
     def _use_plan(self, plan: Plan) -> None:
@@ -159,11 +165,24 @@ class Reducer:
             if self.settings.reduction is not Reduction.MEAN:
                 self._handles.append(parameter.register_hook(_carry_hook(reducer, index)))  # type: ignore[no-untyped-call]
 
+    def detach(self) -> None:
+        """Synchronise no gradient any more."""
+        self.remove_hooks()
+        self._is_detached = True
+
     def remove_hooks(self) -> None:
         """Leave the parameters as they were before wrapping."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+    def inherit(self, other: "Reducer") -> None:
+        """Remember which gradients another reducer of the same module has left unsynchronised."""
+        touched = {id(p) for p, is_touched in zip(other.parameters, other.touched, strict=True) if is_touched}
+        synced = {id(p) for p, is_synced in zip(other.parameters, other.synced, strict=True) if is_synced}
+        self.touched = bytearray(id(p) in touched for p in self.parameters)
+        self.synced = bytearray(id(p) in synced for p in self.parameters)
+        self.synchronizes = other.synchronizes
 
     def use_hook(self, hook: HookedCollective) -> None:
         """Let a communication hook do the collectives of the buckets from now on."""
@@ -178,6 +197,8 @@ class Reducer:
         A hook and not an autograd function: a function over several outputs would turn outputs that the
         loss left out into zero gradients.
         """
+        if self._is_detached:
+            return
         reducer = weakref.ref(self)
 
         def output_hook(_: torch.Tensor) -> None:
@@ -280,9 +301,11 @@ class Reducer:
     @property
     def contribution_scale(self) -> float:
         """What this rank multiplies its gradients by before the sum."""
-        if self.hook is not None or self.settings.reduction is not Reduction.MEAN:
-            return 1.0
-        return 1.0 / self.world_size
+        return 1.0 / self.world_size if self._takes_mean else 1.0
+
+    @property
+    def _takes_mean(self) -> bool:
+        return self.settings.reduction is Reduction.MEAN and (self.hook is None or not self.hook.divides)
 
     def _put_carried_aside(self, bucket: Bucket) -> None:
         if self.settings.reduction is Reduction.MEAN:
@@ -307,11 +330,13 @@ class Reducer:
 
     def _end_of_backward(self) -> None:
         self._pass = None
+        self.backward_over()
         if not any(self._counts) and not is_accumulating(self._forward_thread):
             self._is_open = False  # torch.autograd.grad: nothing was launched, nothing accumulated
             return
         self._launch_rest(RankState.TRAINING)
         self._finish(learns=True)
+        self.pass_done()
 
     def _launch_rest(self, state: RankState) -> None:
         for bucket in self.buckets[self._cursor : -1]:
@@ -364,6 +389,7 @@ class Reducer:
             with _phase("ddp::wait"):
                 words = self._wait()
             self._check(words)
+            self.last_words = words
             self._add_late(words)
             self._divide(words)
             self._write_back(words)
@@ -476,7 +502,7 @@ class Reducer:
                     f"to {total}; call add_gradient_weight(number of tokens or samples) before each backward"
                 )
             return 1.0 / total
-        if self.divides_by_active_ranks and self.hook is None and self.settings.reduction is Reduction.MEAN:
+        if self.divides_by_active_ranks and self._takes_mean:
             return self.world_size / max(words.num_training, 1)
         return 1.0
 
@@ -501,22 +527,20 @@ class Reducer:
         """Take this pass as the expectation for the next; after the first one, agree on rank 0's ready order."""
         if not joined:
             self.readiness.learn(self._late)
-        if self._is_order_agreed:
+        if self.is_order_agreed:
             return
-        self._is_order_agreed = True
+        self.is_order_agreed = True
         mine = torch.tensor(self.readiness.ready_order(), dtype=torch.int64)
         agreed = broadcast_tensors(self.control_group, [mine], source=0)[0].tolist()
         plan = make_plan(self.specs, agreed, self.settings.caps_bytes)
         if plan.buckets != self.plan.buckets:
             self._use_plan(plan)
-            self.plan_changed()
 
     def _take_change(self) -> None:
         """Adopt another set of trainable parameters, which is the same on all ranks (see ``_check_change``)."""
         assert self._change is not None
         reduce_newcomers(self, self._change)
         self._install(self._change)
-        self.plan_changed()
 
     def _fail(self, error: BaseException) -> None:
         if self.failure is None:
@@ -538,6 +562,7 @@ class Reducer:
         self._open_pass()
         self._launch_rest(RankState.TRAINING)
         self._finish()
+        self.pass_done()
 
     def shadow_pass(self) -> None:
         """Take part in a pass of the other ranks with nothing to contribute but what was left unsynchronised."""
