@@ -13,7 +13,8 @@ import pytest
 _PACKAGE = Path(__file__).parent.parent / "src" / "gradsync"
 
 _MAY_IMPORT: dict[str, set[str]] = {
-    "cli": {"train", "parallel", "ddp", "model", "data", "observe", "comm"},
+    "cli": {"bench", "train", "parallel", "ddp", "model", "data", "observe", "comm"},
+    "bench": {"ddp", "model", "comm"},
     "train": {"parallel", "ddp", "model", "data", "observe", "comm"},
     "parallel": {"ddp", "model", "comm"},
     "ddp": {"comm"},

@@ -34,6 +34,7 @@ from gradsync.ddp.replicas import (
     verify,
 )
 from gradsync.ddp.settings import Settings
+from gradsync.ddp.sync_batchnorm import run_on_cpu
 from gradsync.ddp.watch import ModuleWatch
 from gradsync.errors import ConfigError
 
@@ -134,6 +135,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.dim = dim
         self.require_forward_param_sync = True
         self._settings = Settings(caps_from_mib(bucket_cap_mb, bucket_cap_mb_list), chosen)
+        run_on_cpu(module)
         self._watch = ModuleWatch(module, self.parameters_to_ignore)
         self._check_and_start(init_sync, device_ids, output_device)
         arguments.warn_lonely_group(self.process_group)
@@ -342,6 +344,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """Synchronise what has been accumulated so far, without another backward; on all ranks together."""
         if self._is_active:
             self.reducer.synchronize()
+
+    def sync_parameters(self) -> None:
+        """Give all ranks rank 0's parameters and buffers, as at construction; after adding some, say. Collective."""
+        if self.reducer.world_size > 1:
+            broadcast_state(self._state_group, self._synchronized_state(), 0, self.reducer.rank)
 
     def sync_buffers(self, mode: str = "broadcast") -> None:
         """Make buffers equal on all ranks: rank 0's, or with ``mode="mean"`` the mean of floating ones; collective."""

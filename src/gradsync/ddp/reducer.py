@@ -38,6 +38,7 @@ and every rank issues the same collectives whatever its graph did.
 is reset.
 """
 
+import contextlib
 import json
 import threading
 import weakref
@@ -48,7 +49,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import Variable
-from torch.profiler import record_function
 
 from gradsync.comm.groups import Group, broadcast_tensors, exchange_text
 from gradsync.ddp.backward import is_accumulating
@@ -259,7 +259,7 @@ class Reducer:
             self._cursor += 1
 
     def _launch(self, bucket: Bucket) -> None:
-        with record_function(f"ddp::launch bucket {bucket.number}"):
+        with _phase(f"ddp::launch bucket {bucket.number}"):
             self._collect(bucket)
             self._start(bucket)
 
@@ -361,7 +361,7 @@ class Reducer:
     def _finish(self, learns: bool = False, joined: bool = False) -> None:
         """Wait for everything that was launched, and turn it into gradients."""
         try:
-            with record_function("ddp::wait"):
+            with _phase("ddp::wait"):
                 words = self._wait()
             self._check(words)
             self._add_late(words)
@@ -540,11 +540,16 @@ class Reducer:
         self._finish()
 
     def shadow_pass(self) -> None:
-        """Take part in a pass of the other ranks with nothing to contribute."""
+        """Take part in a pass of the other ranks with nothing to contribute but what was left unsynchronised."""
         self.settle()
+        finished = [(p, p.grad) for p, touched in zip(self.parameters, self.touched, strict=True) if not touched]
+        for parameter, _ in finished:
+            parameter.grad = None
         self._open_pass()
         self._launch_rest(RankState.JOINED)
         self._finish(learns=True, joined=True)
+        for parameter, grad in finished:
+            parameter.grad = grad
 
     def _launch_abandoned(self) -> None:
         """Launch what a backward that raised has left undone, so that the other ranks are not kept waiting.
@@ -580,6 +585,13 @@ class Reducer:
             for name, p, touched in zip(self.names, self.parameters, self.touched, strict=True)
             if touched and p.grad is not None
         ]
+
+
+def _phase(name: str) -> contextlib.AbstractContextManager[Any]:
+    """Name a phase for torch's profiler; costs next to nothing when that is off."""
+    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        return torch.profiler.record_function(name)
+    return contextlib.nullcontext()
 
 
 class _EndOfBackward:

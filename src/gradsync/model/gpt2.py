@@ -86,9 +86,7 @@ class GPT2Config:
         return self.width // self.num_heads
 
     @classmethod
-    def preset(
-        cls, name: str, vocab_size: int | None = None, context: int | None = None, **changes: Any
-    ) -> GPT2Config:
+    def preset(cls, name: str, vocab_size: int | None = None, context: int | None = None, **changes: Any) -> GPT2Config:
         """The configuration called ``name``, with another vocabulary, context or other fields if given."""
         try:
             layers, heads, width, own_context, own_vocab = _PRESETS[_ALIASES.get(name, name)]

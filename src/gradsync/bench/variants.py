@@ -1,0 +1,86 @@
+"""The ways to train that are compared: each turns a workload into a step to be timed."""
+
+import enum
+import threading
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradsync.bench.workloads import Workload
+from gradsync.ddp.module import DistributedDataParallel
+
+Step = Callable[[], None]
+
+
+class Variant(enum.StrEnum):
+    """One way to train the same model."""
+
+    BARE = "bare"
+    """The module alone: no synchronisation, so the replicas drift apart. What is left is the cost of the model."""
+    TORCH = "torch"
+    """torch's DistributedDataParallel on the backend named behind the slash."""
+    GRADSYNC = "gradsync"
+    """gradsync's DistributedDataParallel on the backend named behind the slash."""
+    THREADS = "threads"
+    """The older way, one process with a thread a replica: what torch's DataParallel does on GPUs."""
+
+
+def make_step(variant: Variant, workload: Workload, group: Any, rank: int) -> Step:
+    """Return a function that runs one training step of this rank."""
+    torch.manual_seed(0)
+    module = workload.build()
+    if variant is Variant.THREADS:
+        return _threads_step(workload, module, group.size())
+    batch = workload.batch(rank)
+    optimizer = workload.optimizer(module)
+    replica: nn.Module = module
+    if variant is Variant.TORCH:
+        replica = nn.parallel.DistributedDataParallel(module, process_group=group)
+    elif variant is Variant.GRADSYNC:
+        replica = DistributedDataParallel(module, process_group=group)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        workload.loss(replica, batch).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    return step
+
+
+def _threads_step(workload: Workload, module: nn.Module, num_replicas: int) -> Step:
+    """One thread a replica in this process: copy the parameters out, run, sum the gradients, step."""
+    replicas = [module, *(deepcopy(module) for _ in range(num_replicas - 1))]
+    batches = [workload.batch(rank) for rank in range(num_replicas)]
+    optimizer = workload.optimizer(module)
+
+    def run(replica: nn.Module, batch: Any) -> None:
+        (workload.loss(replica, batch) / num_replicas).backward()  # type: ignore[no-untyped-call]
+
+    def step() -> None:
+        for replica in replicas:
+            replica.zero_grad()
+        threads = [threading.Thread(target=run, args=pair) for pair in zip(replicas, batches, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for replica in replicas[1:]:
+            for mine, theirs in zip(module.parameters(), replica.parameters(), strict=True):
+                assert mine.grad is not None and theirs.grad is not None
+                mine.grad += theirs.grad
+        optimizer.step()
+        with torch.no_grad():
+            for replica in replicas[1:]:
+                for mine, theirs in zip(module.parameters(), replica.parameters(), strict=True):
+                    theirs.copy_(mine)
+
+    return step
+
+
+def new_group(backend: str) -> Any:
+    """Return a group of all ranks on this backend."""
+    return dist.new_group(backend=backend)
