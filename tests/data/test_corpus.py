@@ -1,6 +1,7 @@
 """What --data means: text files, folders, prepared shards, the standard library; and what is refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 from gradsync.data import corpus as corpus_module
 from gradsync.data.corpus import Corpus, load_corpus
+from gradsync.data.prepare import PrepareOptions, PrepareResult
 from gradsync.data.source import TokenSource
 from gradsync.errors import ConfigError, DataError
 
@@ -33,14 +35,22 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_one_file_is_cut_at_its_end(tmp_path: Path) -> None:
+def test_one_file_is_cut_near_its_end_at_the_beginning_of_a_line(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
-    path.write_text("0123456789" * 10)
-    corpus = load_corpus(str(path), val_fraction=0.1)
-    assert _text(corpus, "train") + _text(corpus, "val") == "0123456789" * 10 + "<|endoftext|>"
-    assert (corpus.train.num_tokens, corpus.val.num_tokens) == (91, 10)
+    path.write_text("012345678\n" * 10)
+    corpus = load_corpus(str(path), val_fraction=0.25)
+    assert _text(corpus, "train") == "012345678\n" * 8
+    assert _text(corpus, "val") == "012345678\n" * 2 + "<|endoftext|>"
     assert corpus.tokenizer.name == "bytes"
     assert corpus.train.shards[0].dtype == np.uint16
+
+
+def test_a_few_files_are_cut_as_one_text(tmp_path: Path) -> None:
+    for name in "abcd":
+        (tmp_path / name).write_text(f"{name}\n" * 10)
+    corpus = load_corpus(str(tmp_path), val_fraction=0.375)
+    assert _text(corpus, "train") == "a\n" * 10 + "<|endoftext|>" + "b\n" * 10 + "<|endoftext|>" + "c\n" * 5
+    assert _text(corpus, "val") == "c\n" * 5 + "<|endoftext|>" + "d\n" * 10 + "<|endoftext|>"
 
 
 def test_a_folder_is_split_by_whole_documents(folder: Path) -> None:
@@ -85,7 +95,7 @@ def test_a_cache_gives_the_same_corpus_and_is_used_again(
 ) -> None:
     plain = load_corpus(str(folder))
     cached = load_corpus(str(folder), cache=tmp_path / "cache")
-    monkeypatch.setattr(corpus_module, "read_text", None)
+    monkeypatch.setattr(corpus_module, "prepare", None)
     again = load_corpus(str(folder), cache=tmp_path / "cache")
     for corpus in (cached, again):
         assert _tokens(corpus.train) == _tokens(plain.train)
@@ -101,6 +111,21 @@ def test_a_cache_of_other_text_or_options_is_made_anew(folder: Path, tmp_path: P
     assert _tokens(load_corpus(str(folder), cache=cache).train) == _tokens(load_corpus(str(folder)).train)
     half = load_corpus(str(folder), cache=cache, val_fraction=0.5)
     assert _tokens(half.val) == _tokens(load_corpus(str(folder), val_fraction=0.5).val)
+
+
+def test_another_process_may_fill_the_cache_first(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = corpus_module.prepare
+
+    def overtaken(options: PrepareOptions) -> PrepareResult:
+        real(replace(options, out=tmp_path / "cache"))
+        return real(options)
+
+    monkeypatch.setattr(corpus_module, "prepare", overtaken)
+    cached = load_corpus(str(folder), cache=tmp_path / "cache")
+    assert _tokens(cached.train) == _tokens(load_corpus(str(folder)).train)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "texts"]
 
 
 def test_a_damaged_cache_is_made_anew_or_refused(folder: Path, tmp_path: Path) -> None:
@@ -164,6 +189,16 @@ def test_binary_and_hidden_files_of_a_folder_are_left_out(folder: Path) -> None:
     assert corpus.notes == (f"left out as binary: {folder / 'picture.png'}",)
 
 
+def test_a_text_of_one_token_is_warned_of(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "zeros.txt"
+    path.write_text("0" * 1000)
+    message = "100% of all tokens are the same one (48, '0'): is this the right tokenizer for this text?"
+    assert load_corpus(str(path)).notes == (message,)
+    load_corpus(str(path), cache=tmp_path / "shards")
+    assert load_corpus(str(tmp_path / "shards")).notes == (message,)
+    assert load_corpus(str(folder)).notes == ()
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [("empty.txt", b"", "the file is empty"), ("picture.png", b"\x89PNG\0\0", "the file is binary")],
@@ -175,16 +210,16 @@ def test_a_file_without_text_is_refused(tmp_path: Path, name: str, content: byte
 
 
 def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is an empty folder"):
+    with pytest.raises(DataError, match="an empty folder, there is no text in it"):
         load_corpus(str(tmp_path))
     (tmp_path / "a").write_bytes(b"\0")
     (tmp_path / "b").write_bytes(b"")
-    with pytest.raises(DataError, match="1 of 2 files are binary, 1 empty"):
+    with pytest.raises(DataError, match="of 2 files 1 are binary, 1 empty"):
         load_corpus(str(tmp_path))
 
 
 def test_what_does_not_exist_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no such file or folder: .*nothing.*takes a text file"):
+    with pytest.raises(DataError, match=r"no such file or folder: .*nothing; give text files"):
         load_corpus(str(tmp_path / "nothing"))
 
 

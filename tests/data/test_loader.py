@@ -67,9 +67,12 @@ _streams = st.fixed_dictionaries(
         "shuffle": st.sampled_from(["windows", "none"]),
     }
 )
-_lengths = st.lists(st.integers(0, 60), min_size=1, max_size=4).filter(
-    lambda lengths: sum(max(n - 1, 0) // _CONTEXT for n in lengths) >= 9
-)
+# Only the last shard may be too short for a window.
+_lengths = st.builds(
+    lambda whole, last: [*whole, last],
+    st.lists(st.integers(_CONTEXT + 1, 60), max_size=3),
+    st.integers(0, 60),
+).filter(lambda lengths: sum(max(n - 1, 0) // _CONTEXT for n in lengths) >= 9)
 
 
 @given(lengths=_lengths, options=_streams)
@@ -226,6 +229,12 @@ def test_a_text_shorter_than_a_step_is_refused_with_both_lengths() -> None:
 def test_a_text_shorter_than_a_window_is_refused() -> None:
     with pytest.raises(DataError, match="4 tokens make 0 windows"):
         _loader(_source(4), sequences=1)
+
+
+def test_a_shard_that_no_window_fits_into_is_refused() -> None:
+    _loader(_source(40, 5, 1))
+    with pytest.raises(DataError, match=r"shard 1 of the test text has 4 tokens, too few for one window of context 4"):
+        _loader(_source(40, 4, 40))
 
 
 @pytest.mark.parametrize(

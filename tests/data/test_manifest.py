@@ -10,6 +10,7 @@ import pytest
 
 from gradsync.data.manifest import (
     MANIFEST,
+    Commonest,
     Manifest,
     ShardEntry,
     open_split,
@@ -30,7 +31,8 @@ def folder(tmp_path: Path) -> Path:
         with ShardWriter(folder / name, 257) as writer:
             writer.write(np.arange(10 + number))
         entries.append(ShardEntry(name, 10 + number, 1))
-    write_manifest(folder, Manifest("bytes", 257, 256, {"train": tuple(entries), "val": ()}, {"from": "x"}))
+    splits = {"train": tuple(entries), "val": ()}
+    write_manifest(folder, Manifest("bytes", 257, 256, splits, {"from": "x"}, Commonest(0, 0.1)))
     return folder
 
 

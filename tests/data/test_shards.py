@@ -111,3 +111,25 @@ def test_any_change_to_the_tokens_is_seen(tmp_path_factory: pytest.TempPathFacto
     path.write_bytes(content)
     with pytest.raises(DataError, match=r"body\.tokens is damaged: its tokens do not match its checksum"):
         open_shard(path).verify()
+
+
+@pytest.mark.parametrize("has_got_its_name", [False, True])
+def test_a_later_writer_goes_on_where_it_is_told(tmp_path: Path, has_got_its_name: bool) -> None:
+    path = tmp_path / "a.tokens"
+    first = ShardWriter(path, 257)
+    first.write(np.arange(100))
+    if has_got_its_name:
+        first.close()
+    else:
+        first.release()
+    with ShardWriter(path, 257, keep_tokens=60) as second:
+        second.write(np.arange(60, 80))
+    assert path.read_bytes() == _write(tmp_path / "b.tokens", list(range(80))).read_bytes()
+
+
+def test_a_later_writer_misses_what_is_not_there(tmp_path: Path) -> None:
+    first = ShardWriter(tmp_path / "a.tokens", 257)
+    first.write(np.arange(100))
+    first.release()
+    with pytest.raises(DataError, match="is shorter than it was when it was last saved"):
+        ShardWriter(tmp_path / "a.tokens", 257, keep_tokens=101)

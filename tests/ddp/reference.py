@@ -259,7 +259,9 @@ def train_alike(
 
     ``exact`` asks for equal bits, which two ranks can give: halves are exact, and a sum of two numbers has no order.
     """
-    choose = {"sgd": sgd, "adamw": adamw}[make_optimizer] if isinstance(make_optimizer, str) else lambda _: make_optimizer
+    choose = (
+        {"sgd": sgd, "adamw": adamw}[make_optimizer] if isinstance(make_optimizer, str) else lambda _: make_optimizer
+    )
     reference = OneProcess(build(), world, choose(lr))
     ddp = DistributedDataParallel(build(), **arguments)
     optimizer = choose(lr)([p for p in ddp.parameters()])

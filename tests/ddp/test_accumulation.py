@@ -5,10 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
-from gradsync import DistributedDataParallel
-from rank_pool import RankPool
 from reference import (
     Branches,
     OneProcess,
@@ -23,6 +19,10 @@ from reference import (
     train_alike,
     unsynced,
 )
+from torch import nn
+
+from gradsync import DistributedDataParallel
+from rank_pool import RankPool
 
 
 def _micro_step(model: nn.Module, rank: int, step: int, micro: int, scale: float = 1.0) -> None:

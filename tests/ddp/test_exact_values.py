@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from reference import bare_linear, ones_row
 from torch.nn.parallel import DistributedDataParallel as AnyWrapper
 
 from gradsync import DistributedDataParallel
 from rank_pool import RankPool
-from reference import bare_linear, ones_row
 
 
 def _one_backward(ddp: AnyWrapper, rank: int) -> None:

@@ -4,10 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
-from gradsync import DistributedDataParallel
-from rank_pool import RankPool
 from reference import (
     OneProcess,
     assert_equal_replicas,
@@ -20,6 +16,10 @@ from reference import (
     sgd,
     sq,
 )
+from torch import nn
+
+from gradsync import DistributedDataParallel
+from rank_pool import RankPool
 
 
 class _MayRaise(nn.Module):

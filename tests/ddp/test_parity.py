@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from reference import adamw, assert_equal_replicas, digest, is_wrapped
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gradsync import DistributedDataParallel
 from rank_pool import RankPool
-from reference import adamw, assert_equal_replicas, digest, is_wrapped
 
 _TOKENS, _WIDTH, _LENGTH, _ROWS = 11, 8, 6, 3
 _STEPS = 10
@@ -107,9 +107,7 @@ def _batch(step: int, micro: int, world: int) -> tuple[torch.Tensor, torch.Tenso
     return both[0], both[1]
 
 
-def _train(
-    model: nn.Module, case: _Case, rank: int | None, step: int, world: int, num_micro: int
-) -> torch.Tensor:
+def _train(model: nn.Module, case: _Case, rank: int | None, step: int, world: int, num_micro: int) -> torch.Tensor:
     """Backward over one step's batch: of a rank, or of all of them where ``rank`` is None. Returns the last loss."""
     loss = torch.zeros(())
     for micro in range(num_micro):

@@ -8,10 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
-from gradsync import DistributedDataParallel
-from rank_pool import RankPool
 from reference import (
     Branches,
     OneProcess,
@@ -28,6 +24,10 @@ from reference import (
     sq,
     unsynced,
 )
+from torch import nn
+
+from gradsync import DistributedDataParallel
+from rank_pool import RankPool
 
 
 def _rows(rank: int, step: int, micro: int) -> int:

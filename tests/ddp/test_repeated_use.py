@@ -4,11 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-
-from gradsync import DistributedDataParallel
-from rank_pool import RankPool
 from reference import (
     OneProcess,
     TwoHeads,
@@ -24,6 +19,11 @@ from reference import (
     unwrapped,
     whole_numbers,
 )
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from gradsync import DistributedDataParallel
+from rank_pool import RankPool
 
 _FLAGS: list[dict[str, bool]] = [{}, {"find_unused_parameters": True}, {"static_graph": True}]
 

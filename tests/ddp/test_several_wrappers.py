@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from reference import Branches, assert_equal_replicas, batch, digest, in_quarters, is_wrapped, sgd, sq, unsynced
 from torch import nn
 
 from gradsync import DistributedDataParallel
 from rank_pool import RankPool
-from reference import Branches, assert_equal_replicas, batch, digest, in_quarters, is_wrapped, sgd, sq, unsynced
 
 
 class _Square(Branches):

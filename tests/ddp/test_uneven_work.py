@@ -8,10 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-
-from gradsync import DistributedDataParallel
-from rank_pool import RankFailure, RankPool
 from reference import (
     OneProcess,
     TwoLayers,
@@ -28,6 +24,10 @@ from reference import (
     train_alike,
     whole_numbers,
 )
+from torch import nn
+
+from gradsync import DistributedDataParallel
+from rank_pool import RankFailure, RankPool
 
 _LR = 0.25
 # More than the group's time-out and the fixed costs of a job.

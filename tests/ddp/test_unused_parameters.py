@@ -5,10 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
-from gradsync import DistributedDataParallel
-from rank_pool import RankPool
 from reference import (
     Branches,
     OneProcess,
@@ -24,6 +20,10 @@ from reference import (
     sq,
     train_alike,
 )
+from torch import nn
+
+from gradsync import DistributedDataParallel
+from rank_pool import RankPool
 
 _FLAGS: list[dict[str, bool]] = [{}, {"find_unused_parameters": True}]
 

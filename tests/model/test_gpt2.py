@@ -157,6 +157,15 @@ def test_targets_that_are_all_ignored_give_a_zero_sum_and_zero_gradients() -> No
     assert all(torch.count_nonzero(p.grad) == 0 for p in model.parameters())
 
 
+def test_the_loss_is_computed_in_float32_under_autocast() -> None:
+    model, tokens = _model(), _tokens()
+    targets = tokens.roll(1, dims=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, loss = model(tokens, targets)
+    assert (logits.dtype, loss.dtype) == (torch.bfloat16, torch.float32)
+    torch.testing.assert_close(loss, model(tokens, targets)[1], rtol=1e-2, atol=1e-2)
+
+
 def test_no_token_sees_a_later_one() -> None:
     model, tokens = _model(), _tokens()
     changed = tokens.clone()

@@ -25,7 +25,12 @@ def test_a_given_micro_batch_is_taken():
 
 @pytest.mark.parametrize(
     ("tokens", "world", "micro_batch", "nearest"),
-    [(1000, 2, None, "768 or 1024"), (2048, 3, None, "1920 or 2304"), (2048, 2, 3, "1536 or 2304"), (5, 1, None, "128")],
+    [
+        (1000, 2, None, "768 or 1024"),
+        (2048, 3, None, "1920 or 2304"),
+        (2048, 2, 3, "1536 or 2304"),
+        (5, 1, None, "128"),
+    ],
 )
 def test_what_does_not_divide_is_refused_with_the_nearest_values(tokens, world, micro_batch, nearest):
     with pytest.raises(ConfigError) as caught:

@@ -114,7 +114,7 @@ class PeakMemory:
 
 
 def proportional_set_size() -> int:
-    """Return this process's memory in bytes, shared pages divided by the number of processes that share them; 0 if unknown."""
+    """Return this process's memory in bytes, a shared page divided by the number of its users; 0 if unknown."""
     try:
         lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
     except OSError:

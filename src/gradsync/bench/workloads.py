@@ -95,8 +95,8 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
 def workload_of_factory(path: str) -> Workload:
     """Return the workload around the user's own model.
 
-    ``path`` is ``module:function``; the function returns ``(module, batch)`` or ``(module, batch, loss)``, where the loss
-    of a module is by default the mean square of its output, and ``batch`` is what it is called with.
+    ``path`` is ``module:function``; the function returns ``(module, batch)`` or ``(module, batch, loss)``. The loss
+    is by default the mean square of the output, and ``batch`` what the module is called with.
 
     Raises:
         ConfigError: there is no such function, or it returns something else.

@@ -77,7 +77,7 @@ def _run_ranks(config: TrainConfig, nproc: int, control: Path, listener: "_Liste
     for talker in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(talker).setLevel(logging.CRITICAL)
     try:
-        outcomes = elastic_launch(_launch_config(nproc, control), run_local_rank)(config, control)
+        outcomes = elastic_launch(launch_config(nproc, control), run_local_rank)(config, control)
     except ChildFailedError as error:
         rank, lost = error.get_first_failure()
         failure = cause(recorded(control), rank, lost.exitcode)
@@ -86,7 +86,8 @@ def _run_ranks(config: TrainConfig, nproc: int, control: Path, listener: "_Liste
     return exit_code(outcomes[0])
 
 
-def _launch_config(nproc: int, control: Path) -> "LaunchConfig":
+def launch_config(nproc: int, control: Path) -> "LaunchConfig":
+    """Return the agent's settings for ``nproc`` processes of this machine; it keeps its files in ``control``."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 

@@ -19,6 +19,8 @@ EXIT_TERMINATED = 143
 
 COMMANDS = {
     "train": ("gradsync.cli.train", "train a GPT on text, on one or many processes"),
+    "prepare": ("gradsync.cli.prepare", "turn text into token shards to train on"),
+    "bench": ("gradsync.cli.bench", "time a training step under different engines, side by side"),
     "sample": ("gradsync.cli.sample", "print text from a trained run"),
 }
 

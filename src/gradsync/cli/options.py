@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import yaml
 from jsonargparse import ArgumentParser
@@ -19,23 +19,51 @@ from gradsync.train.config import TrainConfig, flag
 
 
 class Parser(ArgumentParser):
-    """A parser whose errors are one line on standard error and exit code 2."""
+    """A parser whose errors are one line and name the option as it is typed."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._kinds: dict[str, Any] = {}
+        self._titled: dict[str, Any] = {}
+
+    def option(self, name: str, kind: Any, default: Any, help_text: str, group: str | None = None) -> None:
+        """Add an option (or, without dashes, a positional argument) of a type; a False one takes no value."""
+        self._kinds[name.lstrip("-").replace("-", "_")] = kind
+        target = self if group is None else self._group(group)
+        if kind is bool and default is False:
+            target.add_argument(name, action="store_true", help=help_text)
+        elif name.startswith("-"):
+            target.add_argument(name, type=kind, default=default, help=help_text)
+        else:
+            target.add_argument(name, type=kind, help=help_text)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # type: ignore[override]
-        """Say what is wrong, with the nearest option where the name is unknown, and exit."""
-        raise ConfigError(f"{self._plain(message)}; see '{self.prog} --help'")
+        """Raise what is wrong, with the nearest option where a name is unknown."""
+        raise ConfigError(f"{self._plain(' '.join(message.split()))}; see '{self.prog} --help'")
 
     def _plain(self, message: str) -> str:
-        one_line = " ".join(message.split())
-        unknown = re.match(r"unrecognized arguments: (\S+)", one_line, re.IGNORECASE)
+        unknown = re.match(r"unrecognized arguments: (\S+)", message, re.IGNORECASE)
         if unknown:
             return nearest(unknown[1], [option for action in self._actions for option in action.option_strings])
         # Parser key "lr": Expected a <class 'float'>. Got value: x
-        wrong = re.match(r'Parser key "([^"]+)": .*?(?:typing\.)?(?:Expected an? )(.*)\. Got value: (.*)', one_line)
-        if not wrong:
-            return one_line
-        expected = re.sub(r"<class '(\w+)'>|(?:typing\.)?Literal(\[.*\])", r"\1\2", wrong[2])
-        return f"{flag(wrong[1])} is {wrong[3]!r}; expected {expected}"
+        wrong = re.match(r'Parser key "(\w+)".*(?:Got|Given) value: (.*)', message)
+        if wrong and wrong[1] in self._kinds:
+            return f"{flag(wrong[1])} is {wrong[2]!r}; expected {spell(self._kinds[wrong[1]])}"
+        return message
+
+    def _group(self, title: str) -> Any:
+        if title not in self._titled:
+            self._titled[title] = self.add_argument_group(title)
+        return self._titled[title]
+
+
+def spell(kind: Any) -> str:
+    """Return what values a type stands for, in words."""
+    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+    if kind in words:
+        return words[kind]
+    parts = [spell(part) for part in get_args(kind)] if get_origin(kind) is not Literal else []
+    return " or ".join(parts) if parts else f"one of {', '.join(map(str, get_args(kind)))}"
 
 
 def new_parser(command: str, description: str) -> Parser:
@@ -55,15 +83,8 @@ def nearest(given: str, known: Sequence[str]) -> str:
 def add_config_options(parser: Parser) -> None:
     """Add an option for every field of ``TrainConfig``, in its groups."""
     types = get_type_hints(TrainConfig)
-    groups: dict[str, Any] = {}
     for spec in fields(TrainConfig):
-        title = spec.metadata["group"]
-        group = groups.setdefault(title, parser.add_argument_group(title)) if title not in groups else groups[title]
-        name, text = flag(spec.name), spec.metadata["help"]
-        if types[spec.name] is bool and spec.default is False:
-            group.add_argument(name, action="store_true", help=text)
-        else:
-            group.add_argument(name, type=types[spec.name], default=spec.default, help=text)
+        parser.option(flag(spec.name), types[spec.name], spec.default, spec.metadata["help"], spec.metadata["group"])
 
 
 def given_options(parser: Parser, arguments: Sequence[str]) -> dict[str, Any]:

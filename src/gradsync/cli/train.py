@@ -25,8 +25,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run ``gradsync train`` and return its exit code."""
     parser = new_parser("train", _DESCRIPTION)
     add_config_options(parser)
-    parser.add_argument("--config", type=str, help="YAML file of these options; the command line wins")
-    parser.add_argument("--print-config", action="store_true", help="print the resulting options and exit")
+    parser.option("--config", str | None, None, "YAML file of these options; the command line wins", "run")
+    parser.option("--print-config", bool, False, "print the resulting options and exit", "run")
     given = given_options(parser, arguments)
     is_printing = given.pop("print_config", False)
     config = resolve(_with_inherited(given))

@@ -1,39 +1,44 @@
-"""Documents: from files of text to strings, one at a time and always in the same order.
+"""Text files: which there are, and their text in pieces of bounded size.
 
-What cannot be used is left out or mended, and said so in a ``Notes``; nothing is skipped in silence.
+What cannot be used is left out or mended, and noted in an ``Intake``; nothing is dropped in silence.
 """
 
 from __future__ import annotations
 
+import codecs
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from gradsync.errors import DataError
 
+PIECE_CHARS = 1 << 20
+_BLOCK_BYTES = 1 << 20
+_SNIFF_BYTES = 8192
+
 # Tests are left out because some systems ship Python without them: the text should be the same.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-_SNIFF_BYTES = 8192
 
 
 @dataclass
-class Notes:
-    """What was done to the text on the way in."""
+class Intake:
+    """What has been read so far, and what was done to it on the way in."""
 
+    num_bytes: int = 0
     replaced: list[str] = field(default_factory=list)
     binary: list[str] = field(default_factory=list)
-    empty: int = 0
+    num_empty: int = 0
 
-    def lines(self) -> list[str]:
+    def notes(self) -> list[str]:
         """One sentence for each kind of thing that was done; empty files lose nothing and get none."""
-        lines = []
+        notes = []
         if self.replaced:
-            lines.append(f"bytes that are not UTF-8 became U+FFFD in {_some_of(self.replaced)}")
+            notes.append(f"bytes that are not UTF-8 became U+FFFD in {_some_of(self.replaced)}")
         if self.binary:
-            lines.append(f"left out as binary: {_some_of(self.binary)}")
-        return lines
+            notes.append(f"left out as binary: {_some_of(self.binary)}")
+        return notes
 
 
 def text_files(folder: Path) -> list[Path]:
@@ -41,40 +46,108 @@ def text_files(folder: Path) -> list[Path]:
     return _walk(folder, skip=set())
 
 
+def stdlib_folder() -> Path:
+    """Where the sources of the standard library of this interpreter are."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
 def stdlib_files() -> list[Path]:
-    """The Python sources of the standard library of this interpreter, ordered by path."""
-    folder = Path(sysconfig.get_paths()["stdlib"])
+    """The Python sources of the standard library without its tests, ordered by path."""
+    folder = stdlib_folder()
     files = [path for path in _walk(folder, skip=_NOT_STDLIB) if path.suffix == ".py"]
     if not files:
         raise DataError(
             f"this Python has no sources of its standard library in {folder} (a frozen or zipped "
-            f"installation); give a text file or a folder with --data"
+            f"installation); name a text file or a folder of text files instead"
         )
     return files
 
 
-def read_text(path: Path, notes: Notes) -> str | None:
-    """The text of a file; None (and a note) for a file that is binary or empty."""
+def is_binary(path: Path) -> bool:
+    """Whether a file begins as no text does: text has no NUL bytes."""
     try:
-        raw = path.read_bytes()
+        with path.open("rb") as file:
+            return b"\0" in file.read(_SNIFF_BYTES)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    if is_binary(raw[:_SNIFF_BYTES]):
-        notes.binary.append(str(path))
-        return None
-    if not raw:
-        notes.empty += 1
-        return None
+
+
+def read_text(path: Path, start: int, stop: int, intake: Intake) -> Iterator[str]:
+    """The text of bytes ``start`` to ``stop`` of a file, block by block.
+
+    A byte-order mark is dropped, bytes that are not UTF-8 become U+FFFD.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    is_replacing = False
+    for block, is_last in _read_blocks(path, start, stop):
+        pending, _ = decoder.getstate()
+        try:
+            text = decoder.decode(block, is_last)
+        except UnicodeDecodeError:
+            intake.replaced.append(str(path))
+            is_replacing = True
+            decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+            text = decoder.decode(pending + block, is_last)
+        intake.num_bytes += len(block)
+        yield text
+    assert is_replacing or not decoder.getstate()[0]
+
+
+def line_start(path: Path, position: int) -> int:
+    """The beginning of a line at or after byte ``position`` > 0, or of a character in a long line."""
+    with path.open("rb") as file:
+        file.seek(position - 1)
+        block = file.read(_BLOCK_BYTES)
+    newline = block.find(b"\n")
+    if newline >= 0:
+        return position + newline
+    # Bytes 10xxxxxx go on with a character.
+    within = (i for i, byte in enumerate(block[1:]) if byte & 0xC0 != 0x80)
+    return position + next(within, len(block) - 1)
+
+
+def cut_into_pieces(chunks: Iterable[str], piece_chars: int = PIECE_CHARS) -> Iterator[tuple[str, bool]]:
+    """Pieces of at most ``piece_chars``, each with whether it is the last; the joined text is unchanged.
+
+    Cut where GPT-2's tokenizer begins a new token anyway, if there is such a place, so that the
+    tokens of the pieces are those of the whole.
+    """
+    rest = ""
+    for chunk in chunks:
+        rest += chunk
+        while len(rest) > piece_chars:
+            place = _place_to_cut(rest, piece_chars)
+            yield rest[:place], False
+            rest = rest[place:]
+    yield rest, True
+
+
+def _place_to_cut(text: str, limit: int) -> int:
+    """Where to cut ``text``, at most ``limit`` from its beginning."""
+    place = text.rfind("\n", 1, limit)
+    while place > 0:
+        # A newline between two words is a token of its own; of several, the last is set apart.
+        if not text[place - 1].isspace() and not text[place + 1].isspace():
+            return place + 1
+        place = text.rfind("\n", 1, place)
+    # A word takes the blank before it along.
+    blank = text.rfind(" ", 1, limit)
+    return blank if blank > 0 else limit
+
+
+def _read_blocks(path: Path, start: int, stop: int) -> Iterator[tuple[bytes, bool]]:
     try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError:
-        notes.replaced.append(str(path))
-        return raw.decode("utf-8", errors="replace")
-
-
-def is_binary(head: bytes) -> bool:
-    """Whether a file that begins like this is no text: text has no NUL bytes."""
-    return b"\0" in head
+        with path.open("rb") as file:
+            file.seek(start)
+            position = start
+            while position < stop:
+                block = file.read(min(_BLOCK_BYTES, stop - position))
+                if not block:
+                    raise DataError(f"{path} has become shorter while it was read; leave it alone meanwhile")
+                position += len(block)
+                yield block, position == stop
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def _walk(folder: Path, skip: set[str]) -> list[Path]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gradsync.data.batch import IGNORED_TARGET, MicroBatch, filler, inputs_and_targets
 from gradsync.data.source import TokenSource
@@ -28,32 +29,28 @@ def evaluation_batches(
     ``max_sequences`` takes that many windows, evenly spread over the source. Every rank gets the
     same number of batches, some of them fillers where the windows do not divide.
     """
-    windows = _windows(source, context)
-    if not windows:
+    ends = np.cumsum([-(-max(len(shard) - 1, 0) // context) for shard in source.shards])
+    num_windows = int(ends[-1]) if len(ends) else 0
+    if num_windows == 0:
         raise DataError(
             f"{source.name} has {source.num_tokens:,} tokens; evaluation needs at least 2, "
             f"give more text or a larger validation fraction"
         )
-    if max_sequences is not None and max_sequences < len(windows):
-        windows = [windows[i * len(windows) // max_sequences] for i in range(max_sequences)]
-    own = windows[rank::world]
-    most_of_a_rank = -(-len(windows) // world)
+    num_taken = min(num_windows, max_sequences or num_windows)
+    own = range(rank, num_taken, world)
+    most_of_a_rank = -(-num_taken // world)
     for start in range(0, most_of_a_rank, micro_batch):
-        batch = own[start : start + micro_batch]
-        yield _read(source, context, batch) if batch else filler(context)
+        batch = [number * num_windows // num_taken for number in own[start : start + micro_batch]]
+        yield _read(source, context, ends, batch) if batch else filler(context)
 
 
-def _windows(source: TokenSource, context: int) -> list[tuple[int, int]]:
-    """Shard and first token of every window that holds at least one target."""
-    return [
-        (number, start) for number, shard in enumerate(source.shards) for start in range(0, len(shard) - 1, context)
-    ]
-
-
-def _read(source: TokenSource, context: int, windows: list[tuple[int, int]]) -> MicroBatch:
+def _read(source: TokenSource, context: int, ends: NDArray[np.int64], windows: list[int]) -> MicroBatch:
+    """The windows of these numbers, counted through all shards; ``ends`` is where each shard's end."""
     rows = np.full((len(windows), context + 1), IGNORED_TARGET, dtype=np.int64)
-    for row, (shard, start) in zip(rows, windows, strict=True):
-        source.read(shard, start, row)
+    for row, window in zip(rows, windows, strict=True):
+        shard = int(np.searchsorted(ends, window, side="right"))
+        first = int(ends[shard - 1]) if shard else 0
+        source.read(shard, (window - first) * context, row)
     inputs, targets = inputs_and_targets(rows)
     # Places beyond the text need some valid id as input; nothing that is counted sees them.
     return inputs.clamp(min=0), targets

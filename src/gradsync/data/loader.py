@@ -58,6 +58,7 @@ class GlobalBatchLoader:
         self.world = world
         self.micro_batch = micro_batch
         self.position = position
+        _check_shards(source, context)
         self._source = source
         self._order = EpochOrder(source, context, shuffle, seed)
         if self._order.num_windows < sequences_per_step:
@@ -227,6 +228,17 @@ def _check_layout(sequences_per_step: int, context: int, rank: int, world: int, 
             f"a step of {sequences_per_step} sequences leaves some of {world} ranks without work; "
             f"take at least {world} sequences a step, or fewer ranks"
         )
+
+
+def _check_shards(source: TokenSource, context: int) -> None:
+    """Refuse shards that no window fits into; the last one holds what was left over and may be short."""
+    for number, shard in enumerate(source.shards[:-1]):
+        if len(shard) <= context:
+            raise DataError(
+                f"shard {number} of {source.name} has {len(shard):,} tokens, too few for one window of context "
+                f"{context} (which takes {context + 1:,}): they would never be trained on; prepare the data with "
+                f"a larger --shard-tokens, or train with a shorter context"
+            )
 
 
 def _random_state(*key: int) -> np.random.RandomState:

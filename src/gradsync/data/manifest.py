@@ -14,10 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gradsync.data.shards import Shard, open_shard
+from gradsync.data.shards import UNFINISHED, Shard, open_shard
 from gradsync.errors import DataError
 
 MANIFEST = "manifest.json"
+TOKENIZER_FILE = "tokenizer.json"
+"""Name under which a folder holds a copy of its tokenizer, if that is a file."""
+
 _VERIFIED = "verified.json"
 _FORMAT = "gradsync-tokens"
 _VERSION = 1
@@ -33,6 +36,14 @@ class ShardEntry:
 
 
 @dataclass(frozen=True)
+class Commonest:
+    """The most frequent token and its share: a text that is mostly one token is hardly a text."""
+
+    token: int
+    share: float
+
+
+@dataclass(frozen=True)
 class Manifest:
     """What a folder of shards holds; ``source`` says what it was made from, for reuse and restart."""
 
@@ -41,6 +52,7 @@ class Manifest:
     end_of_text: int
     splits: dict[str, tuple[ShardEntry, ...]]
     source: dict[str, Any]
+    commonest: Commonest
 
     def num_tokens(self, split: str) -> int:
         """Tokens of one split, 0 where there is no such split."""
@@ -83,6 +95,7 @@ def read_manifest(folder: Path) -> Manifest:
                 for split, entries in content["splits"].items()
             },
             source=dict(content["source"]),
+            commonest=Commonest(int(content["commonest"]["token"]), float(content["commonest"]["share"])),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{path} is damaged: {type(error).__name__}: {error}") from error
@@ -109,7 +122,8 @@ def mark_verified(folder: Path, paths: Iterable[Path]) -> None:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write JSON so that a reader sees the old content or the new, never a part."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+    # Several processes may note a verification at the same time.
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}{UNFINISHED}")
     with unfinished.open("w", encoding="utf-8") as file:
         json.dump(content, file, indent=1)
         file.write("\n")

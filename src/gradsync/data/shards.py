@@ -28,12 +28,14 @@ from gradsync.errors import DataError
 MAGIC = b"GRDSYNCT"
 VERSION = 1
 SUFFIX = ".tokens"
+UNFINISHED = ".unfinished"
 
 _BODY = struct.Struct("<8sIIQQ16s12x")
 _CHECK = struct.Struct("<I")
 HEADER_BYTES = _BODY.size + _CHECK.size
 
 _DIGEST_BYTES = 16
+_BLOCK_BYTES = 1 << 22
 _VERIFY_CHUNK_TOKENS = 1 << 22
 _MAX_VOCAB = {2: 1 << 16, 4: 1 << 32}
 
@@ -71,18 +73,26 @@ class ShardHeader:
 class ShardWriter:
     """Writes one shard in bounded memory; the file appears under its name only when it is whole.
 
-    A context manager: leaving it through an exception removes the unfinished file.
+    A context manager: leaving it through an exception removes the unfinished file. With
+    ``keep_tokens`` it goes on with an earlier writer's file, of which that many tokens are kept.
     """
 
-    def __init__(self, path: Path, vocab_size: int) -> None:
+    def __init__(self, path: Path, vocab_size: int, keep_tokens: int = 0) -> None:
         self.path = path
         self.vocab_size = vocab_size
-        self.num_tokens = 0
+        self.num_tokens = keep_tokens
         self._dtype = token_dtype(vocab_size)
         self._digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-        self._unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-        self._file = self._unfinished.open("wb")
-        self._file.write(bytes(HEADER_BYTES))
+        self._unfinished = path.with_name(path.name + UNFINISHED)
+        if keep_tokens:
+            # The earlier writer may have got as far as giving the file its name.
+            if not self._unfinished.exists() and path.exists():
+                os.replace(path, self._unfinished)
+            self._file = self._unfinished.open("r+b")
+            self._keep(keep_tokens)
+        else:
+            self._file = self._unfinished.open("w+b")
+            self._file.write(bytes(HEADER_BYTES))
 
     def write(self, ids: NDArray[Any]) -> None:
         """Append token ids; one that is not in the vocabulary is refused."""
@@ -94,22 +104,48 @@ class ShardWriter:
         self._file.write(data)
         self.num_tokens += ids.size
 
+    def sync(self) -> None:
+        """Make what was written durable, so that a later writer can keep it."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
     def close(self) -> ShardHeader:
         """Write the header, make the file durable and give it its name."""
         header = ShardHeader(self.vocab_size, self.num_tokens, self._digest.digest())
         self._file.seek(0)
         self._file.write(header.pack())
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self.sync()
         self._file.close()
         os.replace(self._unfinished, self.path)
         return header
 
+    def release(self) -> None:
+        """Close the file as it is, for a later writer to go on with."""
+        # What cannot be written any more was not promised to be there.
+        with contextlib.suppress(OSError):
+            self._file.close()
+
     def discard(self) -> None:
         """Give up and remove what was written."""
-        self._file.close()
+        self.release()
         with contextlib.suppress(FileNotFoundError):
             self._unfinished.unlink()
+
+    def _keep(self, num_tokens: int) -> None:
+        """Hash the tokens to keep and cut off what follows them."""
+        self._file.seek(HEADER_BYTES)
+        left = num_tokens * self._dtype.itemsize
+        while left:
+            block = self._file.read(min(left, _BLOCK_BYTES))
+            if not block:
+                self.release()
+                raise DataError(
+                    f"{self._unfinished} is shorter than it was when it was last saved; remove its folder "
+                    f"and prepare the data again"
+                )
+            self._digest.update(block)
+            left -= len(block)
+        self._file.truncate()
 
     def __enter__(self) -> Self:
         return self

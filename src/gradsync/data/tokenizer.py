@@ -7,6 +7,8 @@ Holds three of them: plain bytes (no files needed), GPT-2's (through tiktoken) a
 from __future__ import annotations
 
 import codecs
+import textwrap
+import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
@@ -150,6 +152,12 @@ def load_tokenizer(name: str) -> Tokenizer:
     return FileTokenizer(path)
 
 
+def tokenizer_fingerprint(name: str) -> str:
+    """What tells tokenizers apart: the name, or the content of a file wherever it lies."""
+    path = Path(name)
+    return f"file:{zlib.crc32(path.read_bytes()):08x}" if path.is_file() else name
+
+
 class _ByteStreamDecoder:
     """For tokenizers whose tokens are bytes: the standard library's incremental UTF-8 decoder."""
 
@@ -197,8 +205,9 @@ def _load_tiktoken(name: str) -> Any:
         return tiktoken.get_encoding(name)
     # tiktoken lets everything through that its download can raise: sockets, requests, hashes.
     except Exception as error:
+        reason = textwrap.shorten(f"{type(error).__name__}: {error}", 150)
         raise DataError(
-            f"the files of the {name} tokenizer could not be had ({type(error).__name__}: {error}). "
+            f"the files of the {name} tokenizer could not be had ({reason}). "
             f"Either connect this machine to a network once, or set TIKTOKEN_CACHE_DIR to a folder that "
             f"holds them (copy that folder from a machine where tiktoken has loaded {name!r})"
         ) from error

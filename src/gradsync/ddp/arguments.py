@@ -99,6 +99,24 @@ def check_reduction(reduction: str) -> Reduction:
         raise ConfigError(f"reduction is one of {names}, but got {reduction!r}") from None
 
 
+def ignored_names(module: nn.Module) -> set[str]:
+    """Return the names that ``_set_params_and_buffers_to_ignore_for_model`` has left on the module.
+
+    They are written ``{module}.{parameter}``, so those of the root module itself may begin with a dot.
+    """
+    return {name.removeprefix(".") for name in getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
+
+
+def warn_deprecated(check_reduction: bool) -> None:
+    """Warn about the argument that torch has deprecated."""
+    if check_reduction:
+        warnings.warn(
+            "The `check_reduction` argument in `DistributedDataParallel` module is deprecated; leave it out.",
+            FutureWarning,
+            stacklevel=3,
+        )
+
+
 def resolve_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
     """Return whether buffers are synchronised before a forward; warns about the deprecated spelling."""
     if broadcast_buffers is not None:

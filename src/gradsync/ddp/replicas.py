@@ -127,7 +127,8 @@ def verify(group: Group, named: Sequence[tuple[str, torch.Tensor]], rank: int, d
             raise ContractError(
                 f"rank {rank}: the replicas differ: {name!r} has other values on rank(s) "
                 f"{', '.join(map(str, different))} than on rank 0; "
-                f"something changed it on one rank alone (an unsynchronised step, or a broken memory)"
+                f"something changed it on one rank alone (an unsynchronised step, a parameter added with random "
+                f"values, or a broken memory); sync_parameters() on all ranks gives them rank 0's values"
             )
 
 

@@ -13,6 +13,7 @@ from gradsync.comm.groups import Group
 from gradsync.ddp.bucket import Bucket, local_tensor
 from gradsync.ddp.control import ControlWords
 from gradsync.ddp.plan import make_plan, parameter_spec
+from gradsync.ddp.replicas import verify
 
 if TYPE_CHECKING:
     from gradsync.ddp.reducer import Reducer
@@ -21,11 +22,16 @@ _NONE, _SPARSE, _DENSE = 0, 1, 2
 
 
 def reduce_newcomers(reducer: "Reducer", named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Reduce the gradients of the parameters that the plan of this pass did not know yet."""
+    """Reduce the gradients of the parameters that the plan of this pass did not know yet.
+
+    Raises:
+        ContractError: on all ranks, if a new parameter does not have the same values everywhere.
+    """
     known = {id(p) for p in reducer.parameters}
     newcomers = [(name, p) for name, p in named if id(p) not in known]
     if not newcomers:
         return
+    verify(reducer.control_group, newcomers, reducer.rank, torch.device("cpu"))
     parameters = [p for _, p in newcomers]
     has_grad = torch.tensor([float(p.grad is not None) for p in parameters])
     reducer.control_group.allreduce([has_grad]).wait()
@@ -95,4 +101,4 @@ def _gather_sparse(
         group.allgather([all_values], [values]).wait()
     rows = torch.cat([part[:n] for part, n in zip(all_indices, lengths, strict=True)])
     entries = torch.cat([part[:n] for part, n in zip(all_values, lengths, strict=True)])
-    return torch.sparse_coo_tensor(rows.unsqueeze(0), entries, parameter.shape).coalesce()
+    return torch.sparse_coo_tensor(rows.unsqueeze(0), entries, parameter.shape, check_invariants=False).coalesce()

@@ -1,0 +1,226 @@
+"""``gradsync bench``: the same training step under different engines, side by side, in one run."""
+
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradsync.cli.options import new_parser
+from gradsync.errors import BackendError, ConfigError
+
+if TYPE_CHECKING:
+    from gradsync.bench.collectives import CollectiveTiming
+    from gradsync.bench.rounds import Contestant, Timing
+
+_DESCRIPTION = (
+    "Time one training step without synchronisation, with torch's DistributedDataParallel and with gradsync's, in "
+    "alternating rounds of one run. 'gradsync bench collectives' times single collectives."
+)
+_WORKLOADS = ("toy", "many", "mlp", "gpt-small", "gpt2")
+_BASELINE = "torch/gloo"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run ``gradsync bench`` and return its exit code."""
+    if arguments and arguments[0] == "collectives":
+        return _main_collectives(arguments[1:])
+    parser = new_parser("bench", _DESCRIPTION)
+    parser.option("--workload", str, ",".join(_WORKLOADS[:3]), f"which, by commas: {', '.join(_WORKLOADS)}, or 'all'")
+    parser.option("--model", str | None, None, "MODULE:FUNCTION that returns (module, batch) or (module, batch, loss)")
+    _add_common(parser)
+    parser.option("--threads-variant", bool, False, "also the older way: one process with a thread a replica")
+    parser.option(
+        "--memory", bool, False, "also measure the peak memory of every contestant, in processes of their own"
+    )
+    given = parser.parse_args(list(arguments))
+    results = []
+    for workload in _chosen_workloads(given):
+        results.append(_bench_one(workload, given))
+        _print_table(results[-1])
+    _write_json(given.json, {"workloads": [r.as_json() for r in results]})
+    return 0
+
+
+def _add_common(parser: Any) -> None:
+    parser.option("--nproc", int, 2, "processes")
+    parser.option("--backend", str | None, None, "backends, by commas (default: those this machine has)")
+    parser.option("--rounds", int, 15, "rounds; the table shows medians")
+    parser.option("--json", str | None, None, "file for the raw samples")
+
+
+def _chosen_workloads(given: Any) -> list[str]:
+    if given.nproc < 1 or given.rounds < 1:
+        raise ConfigError("--nproc and --rounds must be at least 1")
+    if given.model is not None:
+        return [given.model]
+    chosen = list(_WORKLOADS) if given.workload == "all" else given.workload.split(",")
+    unknown = [name for name in chosen if name not in _WORKLOADS]
+    if unknown:
+        raise ConfigError(f"--workload {unknown[0]!r} is unknown; there are {', '.join(_WORKLOADS)}, and 'all'")
+    return chosen
+
+
+@dataclass
+class _Result:
+    workload: str
+    nproc: int
+    timings: "list[Timing]"
+    peak_bytes: dict[str, int]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "workload": self.workload,
+            "nproc": self.nproc,
+            "step_s": {t.contestant.name: t.step_s for t in self.timings},
+            "peak_bytes": self.peak_bytes,
+        }
+
+
+def _bench_one(workload: str, given: Any) -> _Result:
+    from gradsync.bench.job import BenchJob, run_bench
+
+    contestants = _contestants(_backends(given.backend), given.threads_variant)
+    job = BenchJob(contestants, workload, given.rounds, given.model)
+    timings = run_ranks(run_bench, given.nproc, job)[0]
+    peaks = {}
+    if given.memory:
+        for contestant in contestants:
+            alone = BenchJob((contestant,), workload, 1, given.model, measures_memory=True)
+            peaks[contestant.name] = max(run_ranks(run_bench, given.nproc, alone).values())
+    return _Result(workload, given.nproc, timings, peaks)
+
+
+def _contestants(backends: Sequence[str], with_threads: bool) -> "tuple[Contestant, ...]":
+    from gradsync.bench.rounds import Contestant
+    from gradsync.bench.variants import Variant
+
+    return (
+        Contestant(Variant.BARE),
+        *(Contestant(v, b) for b in backends for v in (Variant.TORCH, Variant.GRADSYNC)),
+        *([Contestant(Variant.THREADS)] if with_threads else []),
+    )
+
+
+def _backends(given: str | None) -> list[str]:
+    if given is not None:
+        return given.split(",")
+    import torch
+
+    return ["nccl"] if torch.cuda.is_available() else ["gloo"]
+
+
+def run_ranks(entry: Any, nproc: int, job: Any) -> dict[int, Any]:
+    """Run ``entry(job)`` on ``nproc`` local processes and return their results by rank.
+
+    Raises:
+        BackendError: a process failed; its error is shown.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    from gradsync.cli.launch import launch_config
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory(prefix="gradsync-") as folder:
+        try:
+            results: dict[int, Any] = elastic_launch(launch_config(nproc, Path(folder)), entry)(job)
+        except ChildFailedError as error:
+            rank, lost = error.get_first_failure()
+            raise BackendError(
+                f"rank {rank} of the measurement failed (exit code {lost.exitcode}): {lost.message}"
+            ) from error
+    return results
+
+
+def _print_table(result: _Result) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    by_name = {t.contestant.name: t for t in result.timings}
+    bare, baseline = by_name["bare"], by_name.get(_BASELINE)
+    table = Table(title=f"{result.workload}: {result.nproc} processes, medians of {len(bare.step_s)} rounds")
+    table.add_column("", no_wrap=True)
+    columns = ["step", "sync cost", f"step / {_BASELINE}", f"sync / {_BASELINE}"]
+    for column in columns + (["peak memory"] if result.peak_bytes else []):
+        table.add_column(column, justify="right")
+    for timing in result.timings:
+        row = [timing.contestant.name, _ms(timing.median_s), _ms(timing.median_s - bare.median_s)]
+        row += [_ratio(timing, baseline), _sync_ratio(timing, baseline, bare)]
+        if result.peak_bytes:
+            row.append(f"{result.peak_bytes[timing.contestant.name] / 2**20:,.0f} MiB")
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 110).print(table)
+
+
+def _ratio(timing: "Timing", baseline: "Timing | None") -> str:
+    """Median of the ratios round by round: what drifts in the machine's speed cancels out."""
+    if baseline is None:
+        return ""
+    return f"{statistics.median(a / b for a, b in zip(timing.step_s, baseline.step_s, strict=True)):.3f}"
+
+
+def _sync_ratio(timing: "Timing", baseline: "Timing | None", bare: "Timing") -> str:
+    if baseline is None or baseline.median_s <= bare.median_s:
+        return ""
+    return f"{(timing.median_s - bare.median_s) / (baseline.median_s - bare.median_s):.3f}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"
+
+
+def _main_collectives(arguments: Sequence[str]) -> int:
+    parser = new_parser("bench collectives", "Time single collectives over sizes from 1 KiB to 256 MiB.")
+    _add_common(parser)
+    parser.option("--max-mib", float, 256.0, "largest size in MiB")
+    given = parser.parse_args(list(arguments))
+    from gradsync.bench.collectives import MIB, OPERATIONS, SIZES
+    from gradsync.bench.job import CollectivesJob, run_collectives
+
+    sizes = tuple(size for size in SIZES if size <= given.max_mib * MIB)
+    job = CollectivesJob(tuple(_backends(given.backend)), sizes, OPERATIONS, given.rounds)
+    result = run_ranks(run_collectives, given.nproc, job)[0]
+    _print_collectives(result.timings, job.backends, given.nproc)
+    print(f"copying in memory, all ranks at once: {result.copy_bytes_per_s / 1e9:.1f} GB/s a rank")
+    rows = [
+        {"operation": t.operation, "backend": t.backend, "bytes": t.num_bytes, "call_s": t.call_s}
+        for t in result.timings
+    ]
+    _write_json(given.json, {"collectives": rows, "copy_bytes_per_s": result.copy_bytes_per_s, "nproc": given.nproc})
+    return 0
+
+
+def _print_collectives(timings: "Sequence[CollectiveTiming]", backends: Sequence[str], nproc: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"collectives: {nproc} processes, medians")
+    for column in ("operation", "size", *backends, *(f"{backends[0]} / {b}" for b in backends[1:])):
+        table.add_column(column, justify="left" if column == "operation" else "right")
+    rows: dict[tuple[str, int], dict[str, float]] = {}
+    for timing in timings:
+        rows.setdefault((timing.operation, timing.num_bytes), {})[timing.backend] = timing.median_s
+    for (operation, num_bytes), medians in rows.items():
+        factors = [f"{medians[backends[0]] / medians[b]:.1f}x" for b in backends[1:]]
+        table.add_row(operation, _size(num_bytes), *(_ms(medians[b]) for b in backends), *factors)
+    Console(width=None if sys.stdout.isatty() else 110).print(table)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes >> 20} MiB" if num_bytes >= 2**20 else f"{num_bytes >> 10} KiB"
+
+
+def _write_json(path: str | None, content: dict[str, Any]) -> None:
+    if path is None:
+        return
+    import torch
+
+    machine = {"torch": torch.__version__, "python": platform.python_version(), "processor": platform.processor()}
+    machine["cores"] = str(os.cpu_count())
+    Path(path).write_text(json.dumps({"machine": machine, **content}, indent=1) + "\n", encoding="utf-8")

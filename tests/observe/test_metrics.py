@@ -1,0 +1,77 @@
+"""Step records kept: JSON lines that a kill cannot spoil, TensorBoard events where they can be had."""
+
+import json
+
+import pytest
+
+from gradsync.observe.memory import resident_bytes
+from gradsync.observe.metrics import JsonLines, TensorBoard, forget_after, open_sinks, read_metrics
+from gradsync.observe.records import StepRecord
+
+
+def write(path, steps, **rest):
+    lines = JsonLines(path)
+    for step in steps:
+        lines.write(StepRecord(step, 1.5, 0.1, 2.0, 10.0, **rest))
+    lines.close()
+
+
+def test_one_object_a_step(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [1])
+    write(path, [2], val_loss=1.25)
+    first, second = read_metrics(path)
+    assert first == {"step": 1, "loss": 1.5, "lr": 0.1, "grad_norm": 2.0, "tokens_per_s": 10.0}
+    assert second == {**first, "step": 2, "val_loss": 1.25}
+
+
+def test_every_line_is_json_even_if_a_loss_is_not_a_number(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = JsonLines(path)
+    lines.write(StepRecord(1, float("nan"), 0.1, float("inf"), 10.0, skipped=True))
+    lines.close()
+    line = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert (line["loss"], line["grad_norm"], line["skipped"]) == (None, None, True)
+
+
+def test_a_line_is_written_at_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = JsonLines(path)
+    lines.write(StepRecord(1, 1.5, 0.1, 2.0, 10.0))
+    assert [record["step"] for record in read_metrics(path)] == [1]
+    lines.close()
+
+
+def test_steps_taken_again_are_forgotten_and_half_a_line_is_no_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, range(1, 6))
+    with path.open("a") as file:
+        file.write('{"step": 6, "lo')
+    forget_after(path, 3)
+    assert [record["step"] for record in read_metrics(path)] == [1, 2, 3]
+
+
+def test_nothing_to_forget(tmp_path):
+    forget_after(tmp_path / "metrics.jsonl", 3)
+    assert not list(read_metrics(tmp_path / "metrics.jsonl"))
+
+
+def test_tensorboard_events_are_written_where_it_is_installed(tmp_path):
+    pytest.importorskip("tensorboard")
+    sinks = open_sinks(tmp_path, tensorboard=True)
+    assert [type(sink) for sink in sinks] == [JsonLines, TensorBoard]
+    for sink in sinks:
+        sink.write(StepRecord(1, 1.5, 0.1, 2.0, 10.0))
+        sink.close()
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    assert b"tokens_per_s" in events.read_bytes()
+
+
+def test_tensorboard_can_be_left_out(tmp_path):
+    (only,) = open_sinks(tmp_path, tensorboard=False)
+    only.close()
+    assert isinstance(only, JsonLines)
+
+
+def test_memory_is_a_plausible_number():
+    assert 2**20 < resident_bytes() < 2**40
