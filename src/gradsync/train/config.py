@@ -131,6 +131,8 @@ class TrainConfig:
     )
     keep_checkpoints: int = _option(3, "newest checkpoints kept, beside the best one", "checkpoints", at_least=1)
 
+    async_checkpoints: bool = _option(True, "write checkpoints beside the training", "checkpoints", per_start=True)
+
     nproc: int | None = _option(
         None,
         "processes on this machine (by default one a core or GPU)",
