@@ -72,6 +72,9 @@ class TrainConfig:
     shuffle: Literal["windows", "none"] = _option("windows", "order in which the data is read", "data", fixed=True)
 
     context: int = _option(128, "tokens of one sequence", "model", fixed=True, at_least=1)
+    init_from: str | None = _option(
+        None, "start from the weights of another run, or of a Hugging Face folder", "model", fixed=True
+    )
     layers: int | None = _option(None, "number of blocks (by default the preset's)", "model", fixed=True, at_least=1)
     heads: int | None = _option(
         None, "attention heads of a block (by default the preset's)", "model", fixed=True, at_least=1
@@ -130,6 +133,8 @@ class TrainConfig:
         200, "steps between checkpoints; 0 saves at the end only", "checkpoints", at_least=0
     )
     keep_checkpoints: int = _option(3, "newest checkpoints kept, beside the best one", "checkpoints", at_least=1)
+
+    async_checkpoints: bool = _option(True, "write checkpoints beside the training", "checkpoints", per_start=True)
 
     nproc: int | None = _option(
         None,
