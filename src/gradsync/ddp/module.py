@@ -420,8 +420,14 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             TypeError: it cannot be called.
             ValueError: it is no function of (state, bucket).
             RuntimeError: there is a hook already.
+            ConfigError: the optimizer is a ZeroRedundancyOptimizer, which reduces the gradients in its own way.
         """
         check_hook(hook)
+        if self.reducer.sharding is not None:
+            raise ConfigError(
+                "a communication hook and a ZeroRedundancyOptimizer both want to reduce the gradients of this "
+                "DistributedDataParallel; use one of them"
+            )
         if self._comm_hooks:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self._comm_hooks.append((hook, state))
@@ -448,7 +454,16 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         )
 
     def join_hook(self, **kwargs: Any) -> DDPJoinHook:
-        """Return what torch's ``Join`` calls on a rank that has run out of batches."""
+        """Return what torch's ``Join`` calls on a rank that has run out of batches.
+
+        Raises:
+            ConfigError: the optimizer is a ZeroRedundancyOptimizer.
+        """
+        if self.reducer.sharding is not None:
+            raise ConfigError(
+                "join() and a ZeroRedundancyOptimizer don't go together: a rank without batches would not step its "
+                "share of the parameters; give all ranks the same number of batches, or use a plain optimizer"
+            )
         return DDPJoinHook(self, hook_arguments(kwargs))
 
     @property

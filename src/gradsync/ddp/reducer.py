@@ -43,7 +43,7 @@ import json
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +69,7 @@ from gradsync.ddp.readiness import Readiness
 from gradsync.ddp.replicas import describe_parameters, first_difference
 from gradsync.ddp.rounds import reduce_newcomers, reduce_sparse
 from gradsync.ddp.settings import Reduction, Settings
+from gradsync.ddp.sharding import Sharding
 from gradsync.ddp.watch import ModuleWatch
 from gradsync.errors import ContractError, ReducerFailedError
 
@@ -94,6 +95,7 @@ class Reducer:
         self.num_backwards = 0
         self.gradient_weight = 0.0
         self.hook: HookedCollective | None = None
+        self.sharding: Sharding | None = None
         self.plan_changed: Callable[[], None] = lambda: None
         self.on_failure: Callable[[], object] = lambda: None
         self.failure: str | None = None
@@ -111,6 +113,8 @@ class Reducer:
 
     def _install(self, named: list[NamedParameter]) -> None:
         """Take these parameters as the ones to synchronise, and plan their buckets anew."""
+        if self.sharding is not None:
+            self.sharding.check_members(named)
         touched_before = {id(p) for p, t in zip(self.parameters, self.touched, strict=True) if t}
         synced_before = {id(p) for p, s in zip(self.parameters, self.synced, strict=True) if s}
         self.names = [name for name, _ in named]
@@ -124,7 +128,11 @@ class Reducer:
         self._register_hooks()
         self.readiness = Readiness(len(named))
         self._is_order_agreed = False
-        self._use_plan(make_plan(self.specs, reversed(range(len(named))), self.settings.caps_bytes))
+        self._use_plan(self._plan_for(reversed(range(len(named)))))
+
+    def _plan_for(self, order: Iterable[int]) -> Plan:
+        slicing = None if self.sharding is None else self.sharding.slicing
+        return make_plan(self.specs, order, self.settings.caps_bytes, slicing)
 
     def _use_plan(self, plan: Plan) -> None:
         self.plan = plan
@@ -134,9 +142,16 @@ class Reducer:
         words = num_words(len(self.specs), self.world_size)
         last = plan.buckets[-1] if plan.buckets else None
         self._words_ride = (
-            last is not None and last.dtype == torch.float32 and last.device.type == "cpu" and self.hook is None
+            last is not None
+            and last.dtype == torch.float32
+            and last.device.type == "cpu"
+            and self.hook is None
+            and self.sharding is None
         )
         self._words = None if self._words_ride else torch.zeros(words)
+        if self.sharding is not None:
+            self.buckets = self.sharding.make_buckets(plan, self.parameters)
+            return
         self.buckets = [
             Bucket(
                 number,
@@ -156,7 +171,7 @@ class Reducer:
             self._handles.append(
                 parameter.register_post_accumulate_grad_hook(_gradient_hook(reducer, index))  # type: ignore[no-untyped-call]
             )
-            if self.settings.reduction is not Reduction.MEAN:
+            if self.settings.reduction is not Reduction.MEAN and self.sharding is None:
                 self._handles.append(parameter.register_hook(_carry_hook(reducer, index)))  # type: ignore[no-untyped-call]
 
     def remove_hooks(self) -> None:
@@ -169,6 +184,14 @@ class Reducer:
         """Let a communication hook do the collectives of the buckets from now on."""
         self.hook = hook
         self._use_plan(self.plan)
+
+    def use_sharding(self, sharding: Sharding) -> None:
+        """Leave on each rank only its slices of the reduced gradients from now on; collective."""
+        self.settle()
+        self.sharding = sharding
+        self._register_hooks()
+        order = [index for bucket in self.plan.buckets for index in bucket.indices]
+        self._use_plan(self._plan_for(order))
 
     # ------------------------------------------------------------- the pass begins
 
@@ -271,10 +294,12 @@ class Reducer:
         try:
             if self.hook is not None:
                 self.hook.launch(bucket, is_last=bucket.number == len(self.buckets) - 1)
+            elif self.sharding is not None:
+                self.sharding.launch(bucket)
             else:
                 bucket.work = self.group.allreduce([bucket.buffer.whole])
         except BaseException as error:
-            self._fail(error)
+            self.fail(error)
             raise
 
     @property
@@ -285,7 +310,7 @@ class Reducer:
         return 1.0 / self.world_size
 
     def _put_carried_aside(self, bucket: Bucket) -> None:
-        if self.settings.reduction is Reduction.MEAN:
+        if self.settings.reduction is Reduction.MEAN or self.sharding is not None:
             return
         for index in bucket.plan.indices:
             if not self.touched[index]:
@@ -376,7 +401,7 @@ class Reducer:
         except ContractError:
             raise
         except BaseException as error:
-            self._fail(error)
+            self.fail(error)
             raise
         finally:
             self._close_pass()
@@ -456,15 +481,14 @@ class Reducer:
             else:
                 self.group.allreduce([extra.buffer.whole]).wait()
             for index, view in zip(bucket_plan.indices, extra.views, strict=True):
-                bucket = self.buckets[self.bucket_of[index]]
-                bucket.view_of(index).add_(view)
+                self.buckets[self.bucket_of[index]].add_late(index, view)
 
     def _divide(self, words: ControlWords) -> None:
         """Apply what only the control words could tell: the total weight, or the number of ranks with a batch."""
         factor = self.late_factor(words)
         if factor != 1.0:
             for bucket in self.buckets:
-                bucket.buffer.gradients.mul_(factor)
+                bucket.multiply(factor)
 
     def late_factor(self, words: ControlWords) -> float:
         """Return what the sum over ranks is still to be multiplied by."""
@@ -506,7 +530,7 @@ class Reducer:
         self._is_order_agreed = True
         mine = torch.tensor(self.readiness.ready_order(), dtype=torch.int64)
         agreed = broadcast_tensors(self.control_group, [mine], source=0)[0].tolist()
-        plan = make_plan(self.specs, agreed, self.settings.caps_bytes)
+        plan = self._plan_for(agreed)
         if plan.buckets != self.plan.buckets:
             self._use_plan(plan)
             self.plan_changed()
@@ -518,7 +542,8 @@ class Reducer:
         self._install(self._change)
         self.plan_changed()
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
+        """Run no further collective; see [Note: Failure]."""
         if self.failure is None:
             self.failure = f"{type(error).__name__}: {error}"
             self.on_failure()
@@ -567,7 +592,7 @@ class Reducer:
         try:
             slots = self._wait().slots
         except BaseException as error:
-            self._fail(error)
+            self.fail(error)
             raise
         finally:
             self._close_pass()
@@ -628,7 +653,7 @@ def _abandon(reducer: "weakref.ref[Reducer]") -> None:
         try:
             alive._launch_abandoned()
         except BaseException as error:  # the exception that ended the backward is on its way already
-            alive._fail(error)
+            alive.fail(error)
 
 
 def _numbers(ranks: Sequence[int]) -> str:
