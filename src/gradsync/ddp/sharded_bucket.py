@@ -8,7 +8,7 @@ pass brings then takes its place instead of being added.
 Only small ones are copied together, into a buffer that is kept.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,6 +79,23 @@ class ShardedBucket(Bucket):
             mine.copy_(piece)
         self.stand_ins[position].local = local
         self.parameters[position].grad = self.stand_ins[position]
+
+    def results(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return nothing: slices are moved by ``Sharding``."""
+        return []
+
+    def holds_result(self, index: int) -> bool:
+        """See ``Bucket``."""
+        grad = self.parameters[self._position[index]].grad
+        return type(grad) is ShardedGradient and grad.local is None
+
+    @torch.no_grad()
+    def adopt(self, results: Mapping[int, torch.Tensor]) -> None:
+        """Cut gradients that an earlier pass has left whole on all ranks."""
+        for position, parameter in enumerate(self.parameters):
+            result = results.get(id(parameter))
+            if result is not None:
+                self.hold(position, self.cut(position, result))
 
     def drop(self) -> None:
         """Free the slice; the gradients are worth nothing any more."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 from torch.optim import Optimizer
 
 from gradsync.ddp.elementwise import check_elementwise
@@ -17,13 +18,13 @@ from gradsync.ddp.module import DistributedDataParallel
 from gradsync.ddp.replicas import check_contract
 from gradsync.ddp.sharded_gradient import ShardedGradient
 from gradsync.ddp.sharded_state import PieceState, consolidate
-from gradsync.ddp.sharding import Sharding
+from gradsync.ddp.sharding import Sharding, Tenant
 from gradsync.errors import ConfigError
 
 _NOT_OPTIONS = frozenset({"params", "param_names"})
 
 
-class ZeroRedundancyOptimizer(Optimizer):
+class ZeroRedundancyOptimizer(Optimizer, Tenant):
     """Steps a share of the parameters on each rank, and keeps the optimizer's state for that share only.
 
     Backward leaves on each rank the sum of its slices of the gradients (a reduce-scatter in place of the
@@ -55,8 +56,10 @@ class ZeroRedundancyOptimizer(Optimizer):
         process_group: Any = None,
         **defaults: Any,
     ) -> None:
+        Joinable.__init__(self)
         self._inner: Optimizer | None = None
         self._sharding: Sharding | None = None
+        self._ddp = ddp
         self._check_ddp(ddp, process_group)
         groups = _as_groups(params)
         options = [{k: v for k, v in group.items() if k not in _NOT_OPTIONS} for group in groups]
@@ -85,6 +88,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         sharding, inner = self._parts()
+        self._check_join()
         sharding.come_home()
         for outer, own in zip(self.param_groups, inner.param_groups, strict=True):
             own.update(_options(outer))
@@ -120,6 +124,10 @@ class ZeroRedundancyOptimizer(Optimizer):
         Raises:
             RuntimeError: the norm is infinite or not a number, and ``error_if_nonfinite`` is set; on all ranks.
         """
+        if self._ddp._join_config.enable:
+            raise ConfigError(
+                "clip_grad_norm_ is collective and does not work inside join(), where ranks may be missing"
+            )
         grads = [grad for piece in self._parts()[0].pieces if (grad := piece.gradient()) is not None]
         total = self._global_norm(grads, float(norm_type))
         if error_if_nonfinite and not bool(total.isfinite()):
@@ -241,10 +249,10 @@ class ZeroRedundancyOptimizer(Optimizer):
     def _parts(self) -> tuple[Sharding, Optimizer]:
         sharding, inner = self._sharding, self._inner
         assert sharding is not None and inner is not None
-        if sharding.world_size > 1 and sharding.reducer.sharding is not sharding:
+        if sharding.world_size > 1 and self._ddp.reducer.sharding is not sharding:
             raise ConfigError(
-                "another ZeroRedundancyOptimizer has been made for the same DistributedDataParallel and has taken over "
-                "its gradients; use that one"
+                "this ZeroRedundancyOptimizer no longer gets the gradients of its DistributedDataParallel: another one "
+                "has been made for it, or its process group was changed; use the new one, or make one"
             )
         return sharding, inner
 
@@ -253,6 +261,29 @@ class ZeroRedundancyOptimizer(Optimizer):
             "a ZeroRedundancyOptimizer cannot be copied or pickled: it is one rank's share of an optimizer; "
             "save its state_dict(), which is complete"
         )
+
+    # ------------------------------------------------------------- uneven inputs
+
+    def join_hook(self, **_kwargs: Any) -> JoinHook:
+        """Return what torch's ``Join`` calls on a rank that has run out of batches: it steps its share all the same."""
+        return _StepAlong(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the collectives of ``Join``."""
+        return self._ddp.join_device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The group of the collectives of ``Join``."""
+        return self._ddp.join_process_group
+
+    def _check_join(self) -> None:
+        if self._ddp._join_config.enable and not self._join_config.enable:
+            raise ConfigError(
+                "step() inside a Join context that does not know the optimizer would wait for ever for ranks that have "
+                "run out of batches; use ddp.join(), or Join([ddp, optimizer])"
+            )
 
     # ------------------------------------------------------------- checks
 
@@ -286,6 +317,22 @@ class ZeroRedundancyOptimizer(Optimizer):
             facts += [[names[id(p)], "parameter", {"group": number}] for p in group["params"]]
         if ddp.process_group.size() > 1:
             check_contract(ddp.process_group, facts, ddp.device, ddp.process_group.rank())
+
+
+class _StepAlong(JoinHook):
+    """On a rank without batches: one step in each iteration of the others, on the slices that the pass left here."""
+
+    def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def main_hook(self) -> None:
+        """Shadow one iteration of the training ranks."""
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Leave the context."""
+        self._optimizer._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
 
 
 def _as_groups(params: Any) -> list[dict[str, Any]]:

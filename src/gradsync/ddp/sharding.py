@@ -12,12 +12,14 @@ the gather writes them in place.
 added. Slices change owners then: ``make_buckets`` moves parameters, gradients and the optimizer's state.
 """
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.join import Joinable
 
 from gradsync.ddp.bucket import Bucket, view_at
 from gradsync.ddp.exchange import choose_exchange
@@ -83,14 +85,16 @@ class Piece:
         return self.cut(grad)
 
 
-class Tenant(Protocol):
+class Tenant(Joinable):
     """What the sharding needs of the optimizer."""
 
     param_groups: list[dict[str, Any]]
 
+    @abstractmethod
     def lift_state(self) -> PieceState:
         """Take the state off the pieces and return it by name."""
 
+    @abstractmethod
     def settle_state(self, state: PieceState) -> None:
         """Put state on the pieces, which are new."""
 
@@ -104,7 +108,7 @@ class Sharding:
         self.slicing = Slicing(self.world_size)
         self.pieces: list[Piece] = []
         self.layout: Layout = {}
-        self._tenant = tenant
+        self.tenant = tenant
         self._buckets: list[ShardedBucket] = []
         self._flats: list[torch.Tensor] = []
         self._homes: list[tuple[nn.Parameter, torch.Tensor]] = []
@@ -136,7 +140,7 @@ class Sharding:
         Raises:
             ContractError: names the parameters.
         """
-        members = {id(p) for group in self._tenant.param_groups for p in group["params"]}
+        members = {id(p) for group in self.tenant.param_groups for p in group["params"]}
         strangers = [name for name, p in named if id(p) not in members]
         if strangers:
             raise ContractError(
@@ -146,16 +150,17 @@ class Sharding:
                 f"add_param_group() before the first backward with new ones"
             )
 
-    def make_buckets(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> list[Bucket]:
+    def make_buckets(self, plan: Plan) -> list[Bucket]:
         """Lay everything out anew by this plan, and return its buckets; collective."""
+        parameters = self.reducer.parameters
         before = self.layout
-        state, gradients = self._tenant.lift_state(), self._lift_gradients()
+        state, gradients = self.tenant.lift_state(), self._lift_gradients()
         self._move(plan, parameters)
         placed: dict[str, Placement] = {}
         for bucket_plan in plan.buckets:
             placed.update(placements_in(bucket_plan, plan.specs, self.world_size))
         self._lay_out(placed)
-        self._tenant.settle_state(redistribute(self.links, state, before, self.layout))
+        self.tenant.settle_state(redistribute(self.links, state, before, self.layout))
         self._settle_gradients(gradients, before)
         return list(self._buckets)
 
@@ -195,7 +200,7 @@ class Sharding:
         """Cut every parameter of the optimizer, also frozen ones, which are in no bucket (of a lone rank none is)."""
         names = {id(p): name for name, p in self._named()}
         self.layout, self.pieces = {}, []
-        for number, group in enumerate(self._tenant.param_groups):
+        for number, group in enumerate(self.tenant.param_groups):
             for parameter in group["params"]:
                 name = names.get(id(parameter))
                 if name is None:
@@ -227,21 +232,14 @@ class Sharding:
         return lifted
 
     def _settle_gradients(self, lifted: "_Gradients", before: Layout) -> None:
-        """Put the slices of gradients where they belong now; those that were reduced whole are cut."""
+        """Put the slices of gradients where they belong now."""
         pieces = redistribute(self.links, lifted.pieces, before, self.layout)
-        is_finished = {
-            name
-            for name, touched, synced in zip(self.reducer.names, self.reducer.touched, self.reducer.synced, strict=True)
-            if synced and not touched
-        }
         for bucket in self._buckets:
-            for position, parameter in enumerate(bucket.parameters):
-                name, grad = bucket.name_of(position), parameter.grad
+            for position in range(len(bucket.parameters)):
+                name = bucket.name_of(position)
                 if name in lifted.local:
                     piece = pieces.get(name, {}).get(_GRADIENT)
                     bucket.hold(position, None if piece is None else flat_view(piece), lifted.local.pop(name))
-                elif grad is not None and grad.layout is torch.strided and name in is_finished:
-                    bucket.hold(position, bucket.cut(position, grad))
         by_name = dict(self._named())
         for name in lifted.local:
             self._settle_frozen(by_name.get(name), pieces.get(name, {}).get(_GRADIENT))
