@@ -10,15 +10,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gradsync.comm.process import init_process_group as init_process_group
     from gradsync.ddp.module import DistributedDataParallel as DistributedDataParallel
+    from gradsync.ddp.sharded_optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
+    from gradsync.ddp.sharded_state import plain_optimizer_state as plain_optimizer_state
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "DistributedDataParallel": "gradsync.ddp.module",
+    "ZeroRedundancyOptimizer": "gradsync.ddp.sharded_optimizer",
     "init_process_group": "gradsync.comm.process",
+    "plain_optimizer_state": "gradsync.ddp.sharded_state",
 }
 
-__all__ = ["DistributedDataParallel", "init_process_group"]
+__all__ = [
+    "DistributedDataParallel",
+    "ZeroRedundancyOptimizer",
+    "init_process_group",
+    "plain_optimizer_state",
+]
 
 
 def __getattr__(name: str) -> Any:
