@@ -54,6 +54,7 @@ from gradsync.comm.groups import Group, broadcast_tensors, exchange_text
 from gradsync.ddp.backward import is_accumulating
 from gradsync.ddp.bucket import Bucket, local_tensor
 from gradsync.ddp.comm_hooks import HookedCollective
+from gradsync.ddp.compiler import refuse_compiled_autograd
 from gradsync.ddp.control import (
     WORD_LIMIT,
     ControlWords,
@@ -231,6 +232,7 @@ class Reducer(ReducerSurface):
         if not self.synchronizes:
             return False
         self.settle()
+        refuse_compiled_autograd(self.rank)
         callback = _EndOfBackward(self)
         Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
         self._open_pass()
