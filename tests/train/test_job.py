@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import Notebook, losses, metrics, options_for, train, train_on_rank, write_text
 
 from gradsync.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from gradsync.train.checkpoint import list_checkpoints
 from gradsync.train.interrupt import StopReason, StopRequests
 from gradsync.train.storage import load_tensors, read_index
 from gradsync.train.trained import load_trained
+from training_jobs import Notebook, losses, metrics, options_for, train, train_on_rank, write_text
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ def _start_fork_server() -> None:
     if _START_METHOD == "forkserver":
         from multiprocessing import forkserver
 
-        multiprocessing.set_forkserver_preload(["gradsync.cli.worker"])
+        multiprocessing.set_forkserver_preload(["gradsync.cli.preload"])
         forkserver.ensure_running()
 
 

@@ -12,16 +12,21 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """End this process when the one that started it is gone; at once if it is gone already.
+    """End this process when its parent is gone. Checkpoints stand a kill at any moment.
 
-    On Linux the kernel kills it, even where Python can't run; everywhere a thread waits for the end of
-    a pipe that the parent holds open. Checkpoints stand a kill at any moment.
+    On Linux the kernel kills it, even where Python can't run. Everywhere a thread waits for the end of a
+    pipe that the process holds open that asked for this one; that covers a parent that is gone already.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ask_kernel()
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_wait_for_end_of, args=(parent.sentinel,), daemon=True).start()
+
+
+def ask_kernel() -> None:
+    """Have the kernel kill this process when the thread that forked it is gone; on Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _wait_for_end_of(sentinel: int) -> None:

@@ -33,7 +33,7 @@ from gradsync.ddp.replicas import (
     describe_parameters,
     verify,
 )
-from gradsync.ddp.settings import Settings
+from gradsync.ddp.settings import Reduction, Settings
 from gradsync.ddp.surface import BROADCAST_BUCKET_BYTES, TorchSurface
 from gradsync.ddp.sync_batchnorm import run_on_cpu
 from gradsync.ddp.watch import ModuleWatch
@@ -112,13 +112,7 @@ class DistributedDataParallel(TorchSurface):
         Joinable.__init__(self)
         keep_compiler_out()
         arguments.check_module(module)
-        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
-            raise ValueError(
-                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
-            )
         arguments.warn_deprecated(check_reduction)
-        arguments.check_caps(bucket_cap_mb, bucket_cap_mb_list)
-        chosen = arguments.check_reduction(reduction)
         self.process_group = arguments.resolve_group(process_group, device_mesh)
         if device_mesh is not None:
             self.device_mesh = device_mesh
@@ -133,6 +127,26 @@ class DistributedDataParallel(TorchSurface):
         self.mixed_precision = mixed_precision
         self.dim = dim
         self.require_forward_param_sync = True
+        run_on_cpu(module)
+        self._watch = ModuleWatch(module, self.parameters_to_ignore)
+        named = self._watch.all_parameters()
+        self._set_devices(named, device_ids, output_device)
+        self._agree(
+            arguments.first_problem(
+                lambda: arguments.check_delay(delay_all_reduce_named_params, param_to_hook_all_reduce),
+                lambda: arguments.check_caps(bucket_cap_mb, bucket_cap_mb_list),
+                lambda: arguments.check_reduction(reduction),
+                lambda: check_parameters(named),
+                lambda: arguments.check_devices([p for _, p in named], device_ids, output_device),
+            ),
+            init_sync,
+            {
+                "bucket limits (MiB)": [bucket_cap_mb, bucket_cap_mb_list],
+                "reduction": reduction,
+                "forward_sync_buffers": self.forward_sync_buffers,
+            },
+        )
+        self._settings = Settings(caps_from_mib(bucket_cap_mb, bucket_cap_mb_list), Reduction(reduction))
         self.bucket_bytes_cap_list = [int(cap * MIB) for cap in bucket_cap_mb_list or ()]
         self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
         self.broadcast_bucket_size = BROADCAST_BUCKET_BYTES
@@ -140,53 +154,39 @@ class DistributedDataParallel(TorchSurface):
         self._use_python_reducer = False
         self._delay_all_reduce_params = [p for _, p in delay_all_reduce_named_params or ()]
         self._delay_grad_buffer = None
-        self._settings = Settings(caps_from_mib(bucket_cap_mb, bucket_cap_mb_list), chosen)
-        run_on_cpu(module)
-        self._watch = ModuleWatch(module, self.parameters_to_ignore)
-        self._check_and_start(init_sync, device_ids, output_device)
         arguments.warn_lonely_group(self.process_group)
         self._connect()
         self._warn_static_with_unused()
 
     # ------------------------------------------------------------- construction
 
-    def _check_and_start(self, init_sync: bool, device_ids: Sequence[Any] | None, output_device: Any) -> None:
-        """Check the module on all ranks together, then start it everywhere from rank 0's values."""
-        named = self._watch.all_parameters()
-        problem, error_type = self._problem(named, device_ids, output_device)
+    def _set_devices(
+        self, named: Sequence[tuple[str, nn.Parameter]], device_ids: Sequence[Any] | None, output_device: Any
+    ) -> None:
         self.device: torch.device = named[0][1].device if named else _CPU
         self.device_type = self.device.type
         self.is_multi_device_module = len({p.device for _, p in named}) > 1
-        self.device_ids = [_index(d) for d in device_ids] if device_ids else None
+        has_ids = bool(device_ids) and self.device_type != "cpu"
+        self.device_ids = [_index(d) for d in device_ids or ()] if has_ids else None
         self.output_device = output_device if device_ids else None
+
+    def _agree(self, problem: Exception | None, init_sync: bool, settings: dict[str, Any]) -> None:
+        """Compare module and settings with those of the other ranks, then start everywhere from rank 0's values.
+
+        What is wrong on one rank alone is told to the others first, so that they don't wait for it.
+        """
         group = self.process_group
-        if init_sync and group.size() > 1:
-            facts: Description = [
-                ["the module", "check", problem or "fine"],
-                ["bucket limits (bytes)", "setting", list(self._settings.caps_bytes)],
-            ]
-            facts += [
-                ["reduction", "setting", str(self._settings.reduction)],
-                ["forward_sync_buffers", "setting", self.forward_sync_buffers],
-            ]
+        is_shared = init_sync and group.size() > 1
+        if is_shared:
+            facts: Description = [["the check of the arguments", "check", str(problem or "fine")]]
+            facts += [[name, "setting", value] for name, value in settings.items()]
             if problem is None:
-                facts += describe_parameters(named) + describe_buffers(self._watch.buffers())
+                facts += describe_parameters(self._watch.all_parameters()) + describe_buffers(self._watch.buffers())
             check_contract(group, facts, self.device, group.rank())
         if problem is not None:
-            raise error_type(problem)
-        if init_sync and group.size() > 1:
+            raise problem
+        if is_shared:
             broadcast_state(group, self._synchronized_state(), 0, group.rank())
-
-    @staticmethod
-    def _problem(
-        named: Sequence[tuple[str, nn.Parameter]], device_ids: Sequence[Any] | None, output_device: Any
-    ) -> tuple[str | None, type[Exception]]:
-        try:
-            check_parameters(named)
-        except RuntimeError as error:
-            return str(error), RuntimeError
-        problem = arguments.check_parameters_and_devices([p for _, p in named], device_ids, output_device)
-        return problem, RuntimeError if problem and "is not needed" in problem else ValueError
 
     def _connect(self, shared_with: "DistributedDataParallel | None" = None) -> None:
         """Make the groups and the reducer; the copy of a module shares the groups of its original."""

@@ -6,18 +6,13 @@ gradients of several parameters. *Ready*: a parameter whose last contribution in
 
     backward starts      -> _begin_pass       first output hook or gradient hook; queues the end-of-backward callback
     a gradient arrives   -> _on_gradient      counts; launches the buckets that are complete, in index order
-    backward ends        -> _end_of_backward  launches the rest, waits, reads the control words,
-                                              fetches late contributions, points param.grad at the result
+    backward ends        -> end_backward      launches the rest; then all wait, read the control words,
+                            finish_backward   fetches late contributions, points param.grad at the result
 
 [Note: Launch order] Buckets are launched in index order on every rank, whatever order they become ready
 in; otherwise ranks would pair different buckets in one collective. The last bucket is always launched by
 the end-of-backward callback: its gradients are the last to arrive anyway, and only then are the control
 words known.
-
-[Note: End of backward] Only autograd knows when a backward is over, so the waiting is done by a callback
-queued on it. It is queued once a pass, as early as possible: from the hook on the output it lands on the
-outermost backward even when reentrant checkpoints run backwards inside. Autograd owns the callback; one
-that dies without being called tells that the backward raised (``_on_abandoned``).
 
 [Note: One mutator] State changes only in gradient hooks and in the callback, which autograd runs one at
 a time as long as all parameters sit on one device; works are waited on and never change state.
@@ -39,6 +34,7 @@ is reset.
 """
 
 import contextlib
+import itertools
 import json
 import threading
 import weakref
@@ -48,7 +44,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import Variable
 
 from gradsync.comm.groups import Group, broadcast_tensors, exchange_text
 from gradsync.ddp.backward import is_accumulating
@@ -65,6 +60,8 @@ from gradsync.ddp.control import (
     split_weight,
     write_words,
 )
+from gradsync.ddp.end_of_backward import Attendance, attend
+from gradsync.ddp.ownership import claim, owns
 from gradsync.ddp.plan import Plan, make_plan, parameter_spec
 from gradsync.ddp.readiness import Readiness
 from gradsync.ddp.reducer_surface import ReducerSurface
@@ -75,6 +72,7 @@ from gradsync.ddp.watch import ModuleWatch
 from gradsync.errors import ContractError, ReducerFailedError
 
 NamedParameter = tuple[str, nn.Parameter]
+_serials = itertools.count()
 
 
 class Reducer(ReducerSurface):
@@ -88,6 +86,7 @@ class Reducer(ReducerSurface):
         self.group = group
         self.control_group = control_group
         self.settings = settings
+        self.serial = next(_serials)
         self.rank: int = group.rank()
         self.world_size: int = group.size()
         self.synchronizes = True
@@ -103,7 +102,7 @@ class Reducer(ReducerSurface):
         """Called when the gradients of a pass of this rank's own are in place."""
         self.last_words: ControlWords | None = None
         self.failure: str | None = None
-        self._pass: weakref.ref[_EndOfBackward] | None = None
+        self._pass: weakref.ref[Attendance] | None = None
         self._is_open = False
         self._is_complete = False
         self._forward_thread = threading.get_ident()
@@ -112,7 +111,8 @@ class Reducer(ReducerSurface):
         self._change: list[NamedParameter] | None = None
         self.parameters: list[nn.Parameter] = []
         self.touched, self.synced = bytearray(), bytearray()
-        self._install(watch.trainable())
+        claim(self, [p for _, p in watch.trainable()])
+        self._install(self._owned())
 
     # ------------------------------------------------------------------ plan
 
@@ -132,6 +132,16 @@ class Reducer(ReducerSurface):
         self.readiness = Readiness(len(named))
         self.is_order_agreed = False
         self._use_plan(make_plan(self.specs, reversed(range(len(named))), self.settings.caps_bytes))
+
+    def _owned(self) -> list[NamedParameter]:
+        """Return the trainable parameters that no later wrapper has taken over."""
+        return [(name, p) for name, p in self.watch.trainable() if owns(self, p)]
+
+    def review_ownership(self) -> None:
+        """Plan anew if another wrapper has taken some of the parameters over, or has given them back."""
+        owned = self._owned()
+        if [id(p) for _, p in owned] != [id(p) for p in self.parameters]:
+            self._install(owned)
 
     def _use_plan(self, plan: Plan) -> None:
         self.plan = plan
@@ -233,16 +243,13 @@ class Reducer(ReducerSurface):
             return False
         self.settle()
         refuse_compiled_autograd(self.rank)
-        callback = _EndOfBackward(self)
-        Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
         self._open_pass()
-        reducer = weakref.ref(self)
-        self._pass = weakref.ref(callback, lambda _: _abandon(reducer))
+        self._pass = attend(self)
         return True
 
     def _open_pass(self) -> None:
         if self.watch.has_changed():
-            self._change = self.watch.trainable()
+            self._change = self._owned()
         self.readiness.start_pass()
         for bucket, waiting in zip(self.buckets, self.readiness.num_awaited(self.plan), strict=True):
             bucket.start_pass(waiting)
@@ -330,13 +337,18 @@ class Reducer(ReducerSurface):
 
     # ------------------------------------------------------------- backward ends
 
-    def _end_of_backward(self) -> None:
+    def end_backward(self) -> bool:
+        """Launch what is left; returns whether this was a pass at all (``torch.autograd.grad`` is none)."""
         self._pass = None
         self.backward_over()
         if not any(self._counts) and not is_accumulating(self._forward_thread):
-            self._is_open = False  # torch.autograd.grad: nothing was launched, nothing accumulated
-            return
+            self._is_open = False
+            return False
         self._launch_rest(RankState.TRAINING)
+        return True
+
+    def finish_backward(self) -> None:
+        """Wait for the pass, and make its result the gradients."""
         self._finish(learns=True)
         self.pass_done()
 
@@ -541,6 +553,8 @@ class Reducer(ReducerSurface):
     def _take_change(self) -> None:
         """Adopt another set of trainable parameters, which is the same on all ranks (see ``_check_change``)."""
         assert self._change is not None
+        known = {id(p) for p in self.parameters}
+        claim(self, [p for _, p in self._change if id(p) not in known])
         reduce_newcomers(self, self._change)
         self._install(self._change)
 
@@ -554,7 +568,7 @@ class Reducer(ReducerSurface):
         self.failure = None
         self._pass = None
         self._is_open = False
-        self._install(self.watch.trainable())
+        self._install(self._owned())
 
     # ------------------------------------------------------------- passes without a backward
 
@@ -577,6 +591,13 @@ class Reducer(ReducerSurface):
         self._finish(learns=True, joined=True)
         for parameter, grad in finished:
             parameter.grad = grad
+
+    def abandon_backward(self) -> None:
+        """Take note that the backward raised; its exception is on its way, so none is raised here."""
+        try:
+            self._launch_abandoned()
+        except BaseException as error:
+            self._fail(error)
 
     def _launch_abandoned(self) -> None:
         """Launch what a backward that raised has left undone, so that the other ranks are not kept waiting.
@@ -621,16 +642,6 @@ def _phase(name: str) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-class _EndOfBackward:
-    """What autograd calls when backward is over; see [Note: End of backward]."""
-
-    def __init__(self, reducer: Reducer) -> None:
-        self._reducer = reducer
-
-    def __call__(self) -> None:
-        self._reducer._end_of_backward()
-
-
 def _gradient_hook(reducer: "weakref.ref[Reducer]", index: int) -> Callable[[torch.Tensor], None]:
     def hook(_: torch.Tensor) -> None:
         alive = reducer()
@@ -647,15 +658,6 @@ def _carry_hook(reducer: "weakref.ref[Reducer]", index: int) -> Callable[[torch.
             alive.carry(index)
 
     return hook
-
-
-def _abandon(reducer: "weakref.ref[Reducer]") -> None:
-    alive = reducer()
-    if alive is not None:
-        try:
-            alive._launch_abandoned()
-        except BaseException as error:  # the exception that ended the backward is on its way already
-            alive._fail(error)
 
 
 def _numbers(ranks: Sequence[int]) -> str:

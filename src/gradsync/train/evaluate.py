@@ -3,7 +3,8 @@
 Works on the bare model, so it runs no collective of the engine and recompiles nothing.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -28,16 +29,23 @@ def evaluate(
 ) -> Evaluation:
     """Return the mean loss over the batches of all ranks; every rank must call it."""
     totals = torch.zeros(2, dtype=torch.float64, device=device)
-    was_training = model.training
-    model.eval()
-    try:
+    with in_evaluation(model):
         for inputs, targets in batches:
             inputs, targets = inputs.to(device), targets.to(device)
             _, loss = model(inputs, targets, reduction="sum")
             totals[0] += loss
             totals[1] += (targets != IGNORED_TARGET).sum()
-    finally:
-        model.train(was_training)
     ranks.start_sum(totals)()
     loss_sum, tokens = totals.tolist()
     return Evaluation(loss_sum / tokens, int(tokens))
+
+
+@contextmanager
+def in_evaluation(model: nn.Module) -> Iterator[None]:
+    """Have the model in evaluation mode, and afterwards in the mode it was in."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)

@@ -36,6 +36,11 @@ class Trained:
     step: int
     facts: dict[str, Any]
 
+    @property
+    def run(self) -> Path:
+        """The run folder that the checkpoint lies in."""
+        return self.checkpoint.parent.parent
+
 
 def load_trained(path: Path, which: Which, device: str) -> Trained:
     """Load a run's newest intact or best checkpoint, or the very checkpoint that ``path`` names.

@@ -1,0 +1,12 @@
+"""What the fork server imports before it forks ranks; nobody else may, for it marks the process.
+
+The server is the ranks' parent. It would live as long as any of them, so it has to die with the
+launcher for them to do so.
+"""
+
+import gradsync.cli.worker as worker
+from gradsync.cli.parent import ask_kernel
+
+__all__ = ["worker"]
+
+ask_kernel()

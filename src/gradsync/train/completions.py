@@ -1,0 +1,113 @@
+"""Accuracy on completion tasks of HellaSwag's form: which of several endings does the model find likeliest?
+
+The file has one JSON object a line with ``ctx``, ``endings`` and ``label``, as HellaSwag is published.
+Two figures: by the ending's log-likelihood, and by its mean over the ending's tokens (length-normalised;
+long endings are at no disadvantage). The ranks share the examples; sums and counts are added up.
+
+Shapes: E endings, T tokens of the longest of them with its context, V vocabulary.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gradsync.data.tokenizer import Tokenizer
+from gradsync.errors import DataError
+from gradsync.model.gpt2 import GPT2
+from gradsync.train.evaluate import IGNORED_TARGET, in_evaluation
+from gradsync.train.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Example:
+    """A context and its possible endings, one of which is right."""
+
+    context: str
+    endings: tuple[str, ...]
+    label: int
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Shares of examples answered rightly, by likelihood and by mean likelihood of a token."""
+
+    by_sum: float
+    by_mean: float
+    examples: int
+
+
+def read_examples(path: Path) -> list[Example]:
+    """Read a file of examples.
+
+    Raises:
+        DataError: the file is missing, holds none, or a line isn't one; the line is named.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    examples = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not examples:
+        raise DataError(f"{path} holds no example; expected JSON lines with ctx, endings and label")
+    return examples
+
+
+@torch.no_grad()
+def completion_accuracy(
+    model: GPT2, tokenizer: Tokenizer, examples: Sequence[Example], ranks: Ranks, device: torch.device
+) -> Accuracy:
+    """Return the accuracy over all examples; every rank must call it with the same ones."""
+    right = torch.zeros(2, dtype=torch.float64, device=device)
+    with in_evaluation(model):
+        for example in examples[ranks.rank :: ranks.world]:
+            inputs, targets = _rows(example, tokenizer, model.config.context)
+            sums = _log_likelihoods(model, inputs.to(device), targets.to(device))  # E
+            lengths = (targets != IGNORED_TARGET).sum(dim=1).to(device)  # E
+            right[0] += int(sums.argmax()) == example.label
+            right[1] += int((sums / lengths).argmax()) == example.label
+    ranks.start_sum(right)()
+    by_sum, by_mean = (right / len(examples)).tolist()
+    return Accuracy(by_sum, by_mean, len(examples))
+
+
+def _log_likelihoods(model: GPT2, inputs: Tensor, targets: Tensor) -> Tensor:
+    logits, _ = model(inputs)  # E, T, V
+    losses = F.cross_entropy(
+        logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="none"
+    )
+    return -losses.view(targets.shape).sum(dim=1)  # E
+
+
+def _rows(example: Example, tokenizer: Tokenizer, context: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets (E, T); only the endings' tokens are targets.
+
+    Endings are words of their own, hence the blank before them. Where context and ending are longer than
+    the model can see, the context loses its beginning.
+    """
+    before = tokenizer.encode(example.context).tolist() or [tokenizer.end_of_text]
+    endings = [tokenizer.encode(" " + ending).tolist()[:context] for ending in example.endings]
+    rows = [(before + ending)[-(context + 1) :] for ending in endings]
+    longest = max(map(len, rows))
+    inputs = torch.zeros(len(rows), longest - 1, dtype=torch.int64)
+    targets = torch.full_like(inputs, IGNORED_TARGET)
+    for i, (row, ending) in enumerate(zip(rows, endings, strict=True)):
+        inputs[i, : len(row) - 1] = torch.tensor(row[:-1])
+        targets[i, len(row) - 1 - len(ending) : len(row) - 1] = torch.tensor(ending)
+    return inputs, targets
+
+
+def _parse(line: str, where: str) -> Example:
+    try:
+        entry: Any = json.loads(line)
+        example = Example(str(entry["ctx"]), tuple(map(str, entry["endings"])), int(entry["label"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{where}: expected an object with ctx, endings and label ({error!r})") from error
+    if not 0 <= example.label < len(example.endings):
+        raise DataError(f"{where}: label {example.label} is not the number of one of {len(example.endings)} endings")
+    return example

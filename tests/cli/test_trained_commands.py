@@ -1,0 +1,102 @@
+"""Commands on a trained run, in this process: sample and eval."""
+
+import io
+import json
+import math
+import sys
+
+import pytest
+
+from gradsync.cli.main import main
+from gradsync.data.corpus import load_corpus
+from training_jobs import options_for, train, write_text
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("trained")
+    write_text(path)
+    train(options_for(path, steps=30, lr=1e-2, eval_every=10, eval_tokens=0))
+    return path
+
+
+@pytest.fixture
+def run(folder):
+    return str(folder / "run")
+
+
+def output(capsys, *arguments) -> str:
+    assert main(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+def failure(capsys, *arguments) -> str:
+    assert main(list(arguments)) in (1, 2)
+    return capsys.readouterr().err
+
+
+def test_a_sample_goes_on_from_the_prompt_and_can_be_repeated(capsys, run):
+    first = output(capsys, "sample", run, "--prompt", "The ", "--max-tokens", "20")
+    assert first.startswith("The ")
+    assert output(capsys, "sample", run, "--prompt", "The ", "--max-tokens", "20") == first
+    assert output(capsys, "sample", run, "--prompt", "The ", "--max-tokens", "20", "--seed", "1") != first
+
+
+def test_several_samples_differ(capsys, run):
+    text = output(capsys, "sample", run, "--num-samples", "3", "--max-tokens", "20")
+    samples = text.split("---\n")[1:]
+    assert len(set(samples)) == 3
+
+
+@pytest.mark.parametrize("from_stdin", [False, True])
+def test_prompts_come_from_a_file(capsys, monkeypatch, run, tmp_path, from_stdin):
+    path = tmp_path / "prompts.txt"
+    path.write_text("The 1\n\nline\n")
+    if from_stdin:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(path.read_text()))
+    text = output(capsys, "sample", run, "--prompt-file", "-" if from_stdin else str(path), "--max-tokens", "3")
+    assert [sample[:4] for sample in text.split("---\n")[1:]] == ["The ", "line"]
+
+
+def test_greedy_samples_do_not_depend_on_the_seed(capsys, run):
+    arguments = ["sample", run, "--prompt", "The ", "--max-tokens", "10", "--temperature", "0"]
+    assert output(capsys, *arguments, "--seed", "1") == output(capsys, *arguments, "--seed", "2")
+
+
+def test_the_loss_on_the_text_held_back_is_the_one_of_training(capsys, folder, run):
+    found = json.loads(output(capsys, "eval", run, "--json"))
+    last = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert found["loss"] == pytest.approx(last["val_loss"], abs=1e-6)
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+    assert found["step"] == 30
+
+
+def test_all_of_another_text_is_evaluated(capsys, folder, run):
+    found = json.loads(output(capsys, "eval", run, "--data", str(folder / "text.txt"), "--json"))
+    assert found["tokens"] == load_corpus(str(folder / "text.txt"), val_fraction=0.0).train.num_tokens - 1
+    lines = output(capsys, "eval", run, "--data", str(folder / "text.txt"), "--max-tokens", "100")
+    assert lines.startswith("loss ")
+    assert "(112 tokens of" in lines
+
+
+def test_accuracy_on_completion_tasks(capsys, folder, run):
+    path = folder / "tasks.jsonl"
+    path.write_text(json.dumps({"ctx": "The 5th", "endings": ["\x01\x02\x03\x04 \x05", "line"], "label": 1}) + "\n")
+    assert output(capsys, "eval", run, "--hellaswag", str(path)) == (
+        "accuracy 1.0000, length-normalised 1.0000 (1 examples)\n"
+    )
+
+
+def test_what_is_wrong_is_one_line(capsys, folder, run):
+    cases = {
+        "is not a run folder": ["sample", str(folder / "nowhere")],
+        "--top-k is 0; it must be at least 1": ["sample", run, "--top-k", "0"],
+        "not both": ["sample", run, "--prompt", "a", "--prompt-file", "b"],
+        "cannot be read": ["sample", run, "--prompt-file", str(folder / "nowhere")],
+        "the following arguments are required: run": ["eval"],
+        "must be at least 1": ["eval", run, "--batch", "0"],
+        "no such file": ["eval", run, "--data", str(folder / "nowhere")],
+    }
+    for message, arguments in cases.items():
+        error = failure(capsys, *arguments).splitlines()
+        assert message in error[-1], error
