@@ -9,7 +9,8 @@ import pytest
 
 from gradsync.cli.main import main
 from gradsync.data.corpus import load_corpus
-from training_jobs import options_for, train, write_text
+from gradsync.errors import ConfigError
+from training_jobs import losses, options_for, train, write_text
 
 
 @pytest.fixture(scope="module")
@@ -100,3 +101,30 @@ def test_what_is_wrong_is_one_line(capsys, folder, run):
     for message, arguments in cases.items():
         error = failure(capsys, *arguments).splitlines()
         assert message in error[-1], error
+
+
+def test_an_exported_run_is_a_hugging_face_folder_that_training_starts_from(capsys, folder, run, tmp_path):
+    pytest.importorskip("safetensors")
+    out = str(tmp_path / "exported")
+    assert "256 ends a text" in output(capsys, "export", run, "--out", out)
+    config = options_for(folder, run=str(tmp_path / "run"), init_from=out, layers=None, heads=None, width=None, lr=1e-6)
+    train(config)
+    from_run = options_for(folder, run=str(tmp_path / "again"), init_from=run, lr=1e-6)
+    train(from_run)
+    last_loss = losses(options_for(folder))[-1]
+    assert losses(config)[0] == pytest.approx(losses(from_run)[0], abs=1e-6)
+    assert losses(config)[0] < last_loss + 0.5, "it started from what had been learned"
+    assert "is not an empty folder" in failure(capsys, "export", run, "--out", out)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"init_from": "nowhere"}, "neither a run folder nor a Hugging Face folder"),
+        ({"width": 32}, "--width is 32, but --init-from"),
+        ({"context": 32}, "--context 32 is more than the 16"),
+    ],
+)
+def test_what_does_not_fit_the_weights_is_refused(folder, run, tmp_path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        train(options_for(folder, **{"run": str(tmp_path / "run"), "init_from": run, **options}))

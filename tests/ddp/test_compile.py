@@ -4,14 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
-from gradsync import DistributedDataParallel
-from rank_pool import RankPool
 from reference import (
     OneProcess,
     assert_equal_replicas,
-    assert_same_gradients,
     batch,
     digest,
     in_quarters,
@@ -19,6 +14,10 @@ from reference import (
     sq,
     unsynced,
 )
+from torch import nn
+
+from gradsync import DistributedDataParallel
+from rank_pool import RankPool
 
 
 class _Blocks(nn.Module):

@@ -6,11 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.algorithms.join import Join
-
-from gradsync import DistributedDataParallel
-from rank_pool import RankPool
 from reference import (
     Branches,
     OneProcess,
@@ -25,6 +20,11 @@ from reference import (
     sgd,
     sq,
 )
+from torch import nn
+from torch.distributed.algorithms.join import Join
+
+from gradsync import DistributedDataParallel
+from rank_pool import RankPool
 
 _LR = 0.25
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference import OneProcess, adamw, in_quarters, sgd, sq, unsynced, whole_numbers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -11,7 +12,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from gradsync import DistributedDataParallel
 from rank_pool import RankPool
-from reference import OneProcess, adamw, in_quarters, sgd, sq, unsynced, whole_numbers
 
 
 class _FeedForward(nn.Module):

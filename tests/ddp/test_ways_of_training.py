@@ -6,12 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import checkpoint
-
-from gradsync import DistributedDataParallel
-from rank_pool import RankFailure, RankPool
 from reference import (
     Branches,
     OneProcess,
@@ -32,6 +26,12 @@ from reference import (
     train_alike,
     unwrapped,
 )
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from gradsync import DistributedDataParallel
+from rank_pool import RankFailure, RankPool
 
 
 def _in_a_thread(model: nn.Module, rank: int, step: int) -> None:
@@ -252,7 +252,7 @@ def test_local_gradients_on_one_rank_only(ranks: RankPool) -> None:
     assert_equal_replicas(ranks(_local_backward_on_rank_0))
 
 
-# ----------------------------------------------------------------- wrapped again, everything frozen, gradients set by hand
+# --------------------------------------------------------- wrapped again, everything frozen, gradients set by hand
 
 
 def _wrapped_again(rank: int, world: int, keeps_first: bool) -> str:

@@ -31,6 +31,7 @@ from gradsync.ddp.replicas import (
     check_parameters,
     describe_buffers,
     describe_parameters,
+    shapes_of_rank,
     verify,
 )
 from gradsync.ddp.settings import Reduction, Settings
@@ -311,12 +312,15 @@ class DistributedDataParallel(TorchSurface):
         tensors; otherwise they are overwritten in place, so that other references to them stay valid.
         """
         buffers = list(self._watch.buffers().values())
-        received = broadcast_tensors(self._state_group, buffers, source)
+        shapes = buffers
+        if not self.reducer.has_equal_buffers:
+            shapes = shapes_of_rank(self.reducer.control_group, self._watch.buffers(), source)
+        received = broadcast_tensors(self._state_group, shapes, source)
         if self.reducer.rank == source:
             return
         self._look_at_window()
         for old, new in zip(buffers, received, strict=True):
-            if self._forwards_since_backward:
+            if self._forwards_since_backward or old.shape != new.shape or old.dtype != new.dtype:
                 self._watch.replace_buffer(old, new)
             else:
                 old.copy_(new)

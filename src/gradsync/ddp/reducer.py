@@ -94,6 +94,7 @@ class Reducer(ReducerSurface):
         self.num_passes = 0
         self.num_backwards = 0
         self.gradient_weight = 0.0
+        self.has_equal_buffers = True
         self.hook: HookedCollective | None = None
         self.on_failure: Callable[[], object] = lambda: None
         self.backward_over: Callable[[], object] = lambda: None
@@ -110,7 +111,9 @@ class Reducer(ReducerSurface):
         self._is_detached = False
         self._change: list[NamedParameter] | None = None
         self.parameters: list[nn.Parameter] = []
-        self.touched, self.synced = bytearray(), bytearray()
+        self.buckets: list[Bucket] = []
+        self.sparse_results: dict[int, torch.Tensor] = {}
+        self.touched = bytearray()
         claim(self, [p for _, p in watch.trainable()])
         self._install(self._owned())
 
@@ -119,19 +122,19 @@ class Reducer(ReducerSurface):
     def _install(self, named: list[NamedParameter]) -> None:
         """Take these parameters as the ones to synchronise, and plan their buckets anew."""
         touched_before = {id(p) for p, t in zip(self.parameters, self.touched, strict=True) if t}
-        synced_before = {id(p) for p, s in zip(self.parameters, self.synced, strict=True) if s}
+        results = self._results()
         self.names = [name for name, _ in named]
         self.parameters = [p for _, p in named]
         sparse = self.watch.sparse_names()
         self.specs = [parameter_spec(name, local_tensor(p), name in sparse) for name, p in named]
         self.touched = bytearray(id(p) in touched_before for p in self.parameters)
-        self.synced = bytearray(id(p) in synced_before for p in self.parameters)
+        self.sparse_results = {}
         self._carried: dict[int, torch.Tensor] = {}
         self.watch.accept()
         self._register_hooks()
         self.readiness = Readiness(len(named))
         self.is_order_agreed = False
-        self._use_plan(make_plan(self.specs, reversed(range(len(named))), self.settings.caps_bytes))
+        self._use_plan(make_plan(self.specs, reversed(range(len(named))), self.settings.caps_bytes), results)
 
     def _owned(self) -> list[NamedParameter]:
         """Return the trainable parameters that no later wrapper has taken over."""
@@ -143,7 +146,20 @@ class Reducer(ReducerSurface):
         if [id(p) for _, p in owned] != [id(p) for p in self.parameters]:
             self._install(owned)
 
-    def _use_plan(self, plan: Plan) -> None:
+    def _results(self) -> dict[int, torch.Tensor]:
+        """Return the gradients that are the result of a pass, by the parameter's id."""
+        return {id(p): view for bucket in self.buckets for p, view in bucket.results()}
+
+    def holds_result(self, index: int) -> bool:
+        """Whether the parameter's gradient is what a pass left there, and all ranks have the same."""
+        number = self.bucket_of[index]
+        if number < 0:
+            grad = self.parameters[index].grad
+            return grad is not None and self.sparse_results.get(index) is grad
+        return self.buckets[number].holds_result(index)
+
+    def _use_plan(self, plan: Plan, results: dict[int, torch.Tensor]) -> None:
+        """Make the buckets of a plan, and move the gradients of the last pass into their memory."""
         self.plan = plan
         self.bucket_of = plan.bucket_of
         digest = zlib.crc32(repr([(b.indices, str(b.dtype)) for b in plan.buckets] + [plan.sparse]).encode())
@@ -165,6 +181,8 @@ class Reducer(ReducerSurface):
             )
             for number, bucket_plan in enumerate(plan.buckets)
         ]
+        for bucket in self.buckets:
+            bucket.adopt(results)
 
     def _register_hooks(self) -> None:
         self.remove_hooks()
@@ -190,15 +208,15 @@ class Reducer(ReducerSurface):
     def inherit(self, other: "Reducer") -> None:
         """Remember which gradients another reducer of the same module has left unsynchronised."""
         touched = {id(p) for p, is_touched in zip(other.parameters, other.touched, strict=True) if is_touched}
-        synced = {id(p) for p, is_synced in zip(other.parameters, other.synced, strict=True) if is_synced}
         self.touched = bytearray(id(p) in touched for p in self.parameters)
-        self.synced = bytearray(id(p) in synced for p in self.parameters)
+        for bucket in self.buckets:
+            bucket.adopt(other._results())
         self.synchronizes = other.synchronizes
 
     def use_hook(self, hook: HookedCollective) -> None:
         """Let a communication hook do the collectives of the buckets from now on."""
         self.hook = hook
-        self._use_plan(self.plan)
+        self._use_plan(self.plan, self._results())
 
     # ------------------------------------------------------------- the pass begins
 
@@ -326,10 +344,9 @@ class Reducer(ReducerSurface):
     def carry(self, index: int) -> None:
         """Before anything is added to a gradient that is already a sum over all ranks, put that sum aside."""
         parameter = self.parameters[index]
-        if self.synced[index] and parameter.grad is not None:
+        if parameter.grad is not None and self.holds_result(index):
             self._carried[index] = parameter.grad
             parameter.grad = None
-        self.synced[index] = 0
 
     def take_carried(self, index: int) -> torch.Tensor | None:
         """Return the sum that was put aside for this parameter, if any; it is the caller's from now on."""
@@ -378,6 +395,7 @@ class Reducer(ReducerSurface):
             pass_number=self.num_passes % WORD_LIMIT,
             plan_digest=self._plan_digest,
             change_digest=self._change_digest(),
+            buffer_digest=self._buffer_digest(),
             weight_high=high,
             weight_low=low,
         )
@@ -391,6 +409,13 @@ class Reducer(ReducerSurface):
             return list(range(len(self.specs)))
         return [index for index, touched in enumerate(self.touched) if touched and index not in missing]
 
+    def _buffer_digest(self) -> int:
+        buffers = self.watch.buffers()
+        if not buffers:
+            return 0
+        facts = [(name, tuple(b.shape), str(b.dtype)) for name, b in buffers.items()]
+        return zlib.crc32(repr(facts).encode()) % WORD_LIMIT
+
     def _change_digest(self) -> int:
         if self._change is None:
             return 0
@@ -403,6 +428,7 @@ class Reducer(ReducerSurface):
             with _phase("ddp::wait"):
                 words = self._wait()
             self._check(words)
+            self.has_equal_buffers = len({slot.buffer_digest for slot in words.slots}) == 1
             self.last_words = words
             self._add_late(words)
             self._divide(words)
@@ -511,7 +537,7 @@ class Reducer(ReducerSurface):
         if self.settings.reduction is Reduction.WEIGHTED:
             total = words.total_weight
             if not total > 0:
-                raise ReducerFailedError(
+                raise ContractError(
                     f"rank {self.rank}: reduction='weighted' needs a gradient weight, but the ranks' weights add up "
                     f"to {total}; call add_gradient_weight(number of tokens or samples) before each backward"
                 )
@@ -533,7 +559,6 @@ class Reducer(ReducerSurface):
                     bucket.keep(index, carried)
             bucket.write_back(None if all_used else [words.used[i] > 0 for i in bucket.plan.indices])
         self.touched = bytearray(len(self.touched))
-        self.synced = bytearray(b"\1" * len(self.synced))
 
     # ------------------------------------------------------------- between passes
 
@@ -548,7 +573,7 @@ class Reducer(ReducerSurface):
         agreed = broadcast_tensors(self.control_group, [mine], source=0)[0].tolist()
         plan = make_plan(self.specs, agreed, self.settings.caps_bytes)
         if plan.buckets != self.plan.buckets:
-            self._use_plan(plan)
+            self._use_plan(plan, self._results())
 
     def _take_change(self) -> None:
         """Adopt another set of trainable parameters, which is the same on all ranks (see ``_check_change``)."""
@@ -575,10 +600,17 @@ class Reducer(ReducerSurface):
     def synchronize(self) -> None:
         """Reduce what has accumulated so far, as the end of a backward would."""
         self.settle()
+        self._touch_foreign_gradients()
         self._open_pass()
         self._launch_rest(RankState.TRAINING)
         self._finish()
         self.pass_done()
+
+    def _touch_foreign_gradients(self) -> None:
+        """Gradients that the user has set are to be synchronised like accumulated ones."""
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is not None and not self.holds_result(index):
+                self.touched[index] = 1
 
     def shadow_pass(self) -> None:
         """Take part in a pass of the other ranks with nothing to contribute but what was left unsynchronised."""
@@ -590,7 +622,8 @@ class Reducer(ReducerSurface):
         self._launch_rest(RankState.JOINED)
         self._finish(learns=True, joined=True)
         for parameter, grad in finished:
-            parameter.grad = grad
+            if parameter.grad is None:  # else the result of this pass, which a sharded optimizer may need
+                parameter.grad = grad
 
     def abandon_backward(self) -> None:
         """Take note that the backward raised; its exception is on its way, so none is raised here."""
@@ -654,7 +687,7 @@ def _gradient_hook(reducer: "weakref.ref[Reducer]", index: int) -> Callable[[tor
 def _carry_hook(reducer: "weakref.ref[Reducer]", index: int) -> Callable[[torch.Tensor], None]:
     def hook(_: torch.Tensor) -> None:
         alive = reducer()
-        if alive is not None and alive.synced[index]:
+        if alive is not None:
             alive.carry(index)
 
     return hook

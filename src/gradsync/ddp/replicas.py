@@ -111,6 +111,30 @@ def broadcast_state(group: Group, tensors: Sequence[torch.Tensor], source: int, 
             mine.copy_(new)
 
 
+def shapes_of_rank(group: Group, buffers: dict[str, torch.Tensor], source: int) -> list[torch.Tensor]:
+    """Return tensors of the shapes and dtypes that the buffers have on rank ``source``; collective.
+
+    Raises:
+        ContractError: on all ranks, if some rank has buffers of other names.
+    """
+    facts = [[name, "buffer", [list(b.shape), str(b.dtype).removeprefix("torch.")]] for name, b in buffers.items()]
+    everyone = exchange_text(group, json.dumps(facts), torch.device("cpu"))
+    described: list[Description] = [json.loads(text) for text in everyone]
+    if any([f[0] for f in theirs] != [f[0] for f in described[source]] for theirs in described):
+        names = [json.dumps([[name, "buffer", None] for name, *_ in theirs]) for theirs in described]
+        raise ContractError(
+            f"rank {group.rank()}: the ranks no longer have the same buffers: {first_difference(names)}; "
+            f"add and remove buffers on all ranks alike"
+        )
+    mine = list(buffers.values())
+    if group.rank() == source:
+        return mine
+    return [
+        torch.empty(shape, dtype=getattr(torch, dtype), device=b.device)
+        for (_, _, (shape, dtype)), b in zip(described[source], mine, strict=True)
+    ]
+
+
 def verify(group: Group, named: Sequence[tuple[str, torch.Tensor]], rank: int, device: torch.device) -> None:
     """Compare the values of the tensors bit by bit with those of the other ranks; collective.
 

@@ -2,16 +2,16 @@
 
 import zlib
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from gradsync.data.corpus import Corpus, load_corpus
 from gradsync.data.loader import GlobalBatchLoader
 from gradsync.data.source import TokenSource
-from gradsync.model.gpt2 import GPT2, GPT2Config
+from gradsync.model.gpt2 import GPT2
 from gradsync.train.batch import BatchPlan, plan_batch
 from gradsync.train.config import TrainConfig
+from gradsync.train.initial import initial_model
 from gradsync.train.state import TrainingState
 
 _FINGERPRINT_TOKENS = 1 << 16
@@ -39,9 +39,8 @@ def build(config: TrainConfig, rank: int, world: int, device: torch.device) -> M
     plan = plan_batch(config.batch_tokens, config.context, world, config.micro_batch, config.max_micro_batch)
     corpus = load_corpus(config.data, config.tokenizer, config.val_fraction)
     loader = _make_loader(config, plan, corpus.train, rank, world)
-    # The same weights on every rank, then dropout masks of its own for each.
-    torch.manual_seed(config.seed)
-    model = GPT2(model_config(config, corpus.tokenizer.vocab_size)).to(device)
+    model = initial_model(config, corpus.tokenizer).to(device)
+    # The weights are the same on every rank, the dropout masks are not.
     torch.manual_seed(_dropout_seed(config.seed, rank))
     optimizer = model.configure_optimizers(
         weight_decay=config.weight_decay,
@@ -51,15 +50,6 @@ def build(config: TrainConfig, rank: int, world: int, device: torch.device) -> M
         eps=config.eps,
     )
     return Material(plan, corpus, loader, model, optimizer, TrainingState(model, optimizer, rank, device))
-
-
-def model_config(config: TrainConfig, vocab_size: int) -> GPT2Config:
-    """Return the preset's model with what the options change of it."""
-    given = {"num_layers": config.layers, "num_heads": config.heads, "width": config.width}
-    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    return GPT2Config.preset(
-        config.preset, vocab_size=vocab_size, context=config.context, dropout=config.dropout, **changes
-    )
 
 
 def fingerprint(source: TokenSource) -> dict[str, int]:

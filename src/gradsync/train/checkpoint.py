@@ -11,7 +11,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ class CheckpointFolder:
         unfinished = self._folder / f"{_UNFINISHED}{final.name}"
         self._on_first(lambda: _make_empty(unfinished))
         save_tensors(unfinished, tensors, self._ranks.host_group)
-        written = together(self._ranks, lambda: _describe_files(unfinished, f"__{self._ranks.rank}_"))
+        written = together(self._ranks, lambda: self._describe_own(unfinished))
         files = {name: entry for part in self._ranks.gather(written) for name, entry in part.items()}
         self._on_first(lambda: self._publish(unfinished, final, step, facts, files))
         return final
@@ -114,15 +115,24 @@ class CheckpointFolder:
             if checkpoint.step not in kept:
                 _discard(checkpoint.folder)
 
+    def _describe_own(self, unfinished: Path) -> dict[str, dict[str, Any]]:
+        with self._disk_errors():
+            return _describe_files(unfinished, f"__{self._ranks.rank}_")
+
     def _on_first(self, action: Callable[[], None]) -> None:
         def guarded() -> None:
-            if self._ranks.rank == 0:
-                try:
+            with self._disk_errors():
+                if self._ranks.rank == 0:
                     action()
-                except OSError as error:
-                    raise CheckpointError(f"{self._folder} could not be written: {error}") from error
 
         together(self._ranks, guarded)
+
+    @contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(f"{self._folder} could not be written: {error}") from error
 
 
 def list_checkpoints(folder: Path) -> list[Checkpoint]:

@@ -42,7 +42,7 @@ class TrainConfig:
     preset: PresetName = _option(
         "tiny", "model and recipe that give the defaults of the other options", "run", fixed=True
     )
-    steps: int = _option(1200, "optimizer steps of the whole run", "run", fixed=True, at_least=1)
+    steps: int = _option(1000, "optimizer steps of the whole run", "run", fixed=True, at_least=1)
     seed: int = _option(1337, "seed of weights, dropout and the order of the data", "run", fixed=True, at_least=0)
     resume: bool = _option(False, "continue the run folder from its newest intact checkpoint", "run", per_start=True)
     stop_after: int | None = _option(
@@ -72,6 +72,9 @@ class TrainConfig:
     shuffle: Literal["windows", "none"] = _option("windows", "order in which the data is read", "data", fixed=True)
 
     context: int = _option(128, "tokens of one sequence", "model", fixed=True, at_least=1)
+    init_from: str | None = _option(
+        None, "start from the weights of another run, or of a Hugging Face folder", "model", fixed=True
+    )
     layers: int | None = _option(None, "number of blocks (by default the preset's)", "model", fixed=True, at_least=1)
     heads: int | None = _option(
         None, "attention heads of a block (by default the preset's)", "model", fixed=True, at_least=1
@@ -130,6 +133,8 @@ class TrainConfig:
         200, "steps between checkpoints; 0 saves at the end only", "checkpoints", at_least=0
     )
     keep_checkpoints: int = _option(3, "newest checkpoints kept, beside the best one", "checkpoints", at_least=1)
+
+    async_checkpoints: bool = _option(True, "write checkpoints beside the training", "checkpoints", per_start=True)
 
     nproc: int | None = _option(
         None,

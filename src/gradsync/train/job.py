@@ -23,6 +23,7 @@ from gradsync.observe.memory import resident_bytes
 from gradsync.observe.metrics import Sink, forget_after, open_sinks
 from gradsync.observe.progress import View
 from gradsync.observe.records import StepRecord
+from gradsync.train.background import BackgroundWriter
 from gradsync.train.build import build, fingerprint
 from gradsync.train.checkpoint import CheckpointFolder, newest_intact, open_checkpoint
 from gradsync.train.config import TrainConfig
@@ -55,7 +56,8 @@ class Job:
         self._folder = RunFolder(config.run)
         self._material = together(place.ranks, lambda: build(config, place.ranks.rank, place.ranks.world, place.device))
         together(place.ranks, self._claim_folder)
-        self._checkpoints = CheckpointFolder(self._folder.checkpoints, place.ranks, config.keep_checkpoints)
+        self._checkpoints = CheckpointFolder(self._folder.checkpoints, place.ranks.twin(), config.keep_checkpoints)
+        self._writer = BackgroundWriter(self._checkpoints, not config.async_checkpoints, self._tell_saved)
         self._sinks: list[Sink] = []
 
     def run(self) -> Outcome:
@@ -69,6 +71,7 @@ class Job:
         try:
             return Trainer(self._config, self._parts(model, accumulate), self, step).run()
         finally:
+            self._writer.abandon()
             for sink in self._sinks:
                 sink.close()
 
@@ -97,8 +100,8 @@ class Job:
         self._folder.write_sample(step, text)
         return text
 
-    def save(self, step: int, val_loss: float | None) -> Path:
-        """Write a checkpoint."""
+    def save(self, step: int, val_loss: float | None) -> None:
+        """Begin to write a checkpoint."""
         material = self._material
         facts = {
             "model": asdict(material.model.config),
@@ -109,17 +112,28 @@ class Job:
             "world": self._place.ranks.world,
             "val_loss": val_loss,
         }
-        return self._checkpoints.save(step, material.state.tensors(), facts)
+        self._writer.save(step, material.state.share(self._place.ranks.world), facts)
+
+    def finish_saving(self) -> None:
+        """Wait for the checkpoint under way."""
+        self._writer.finish()
 
     def tell(self, record: StepRecord) -> None:
         """Keep and show a finished step."""
-        for sink in self._sinks:
-            sink.write(record)
+        self._writer.poll()
+        try:
+            for sink in self._sinks:
+                sink.write(record)
+        except OSError as error:
+            self.note(f"warning: step {record.step} is missing from the metrics, they could not be written: {error}")
         self._place.view.step(record, self._memory_bytes())
 
     def note(self, message: str) -> None:
         """Say something to the user."""
         self._place.view.note(message)
+
+    def _tell_saved(self, path: Path) -> None:
+        self.note(f"saved {path}")
 
     def _claim_folder(self) -> None:
         if self._place.ranks.rank == 0:

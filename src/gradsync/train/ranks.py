@@ -32,6 +32,9 @@ class Ranks(Protocol):
     def gather(self, value: T) -> list[T]:
         """Return every rank's value, in rank order, on all ranks."""
 
+    def twin(self) -> "Ranks":
+        """Return the same ranks with groups of their own, for another thread; all ranks call it together."""
+
     @property
     def host_group(self) -> Any:
         """The group of the hosts, or None for a lone process."""
@@ -55,6 +58,10 @@ class Alone:
     def gather(self, value: T) -> list[T]:
         """Return the value in a list."""
         return [value]
+
+    def twin(self) -> Ranks:
+        """Return itself: there is nothing to keep apart."""
+        return self
 
 
 class Group:
@@ -85,6 +92,10 @@ class Group:
         values: list[Any] = [None] * self.world
         dist.all_gather_object(values, value, group=self.host_group)
         return values
+
+    def twin(self) -> Ranks:
+        """Return the ranks with another host group."""
+        return Group()
 
 
 def together(ranks: Ranks, action: Callable[[], T]) -> T:

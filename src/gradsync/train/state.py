@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from gradsync.errors import CheckpointError
@@ -28,8 +29,16 @@ class TrainingState:
     device: torch.device
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor to be saved; those of the model and the optimizer share memory with them."""
+        """Return every tensor of the state; those of the model and the optimizer share memory with them."""
         return {**model_tensors(self.model), **self._optimizer_tensors(), **self._random_states()}
+
+    def share(self, world: int) -> dict[str, Tensor]:
+        """Return what this rank is to save: its part of what all ranks hold alike, and what it alone holds.
+
+        All ranks make the same division by themselves, so that each copies and writes its part only.
+        """
+        replicated = {**model_tensors(self.model), **self._optimizer_tensors()}
+        return {**divide(replicated, self.rank, world), **self._random_states()}
 
     def restore(self, stored: dict[str, tuple[int, ...]], load: Any) -> None:
         """Put a stored state back; ``load`` fills a dictionary of tensors by name.
@@ -90,6 +99,24 @@ class TrainingState:
                 torch.set_rng_state(state)
             else:
                 torch.cuda.set_rng_state(state, self.device)
+
+
+def divide(tensors: dict[str, Tensor], rank: int, world: int) -> dict[str, Tensor]:
+    """Return one rank's part of tensors that all ranks hold, the parts about equal in bytes.
+
+    Tensors that are themselves divided among the ranks (DTensor) are in every part.
+    """
+    loads = [0] * world
+    part = {}
+    for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
+        owner = loads.index(min(loads))
+        if isinstance(tensors[name], DTensor):
+            part[name] = tensors[name]
+            continue
+        loads[owner] += tensors[name].nbytes
+        if owner == rank:
+            part[name] = tensors[name]
+    return part
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -58,8 +57,11 @@ class Chores(Protocol):
     def sample(self, step: int) -> str | None:
         """Return a sample, on rank 0."""
 
-    def save(self, step: int, val_loss: float | None) -> Path:
-        """Write a checkpoint and return where."""
+    def save(self, step: int, val_loss: float | None) -> None:
+        """Begin to write a checkpoint; the one before is finished."""
+
+    def finish_saving(self) -> None:
+        """Wait for the checkpoint under way; raise if it could not be written."""
 
     def tell(self, record: StepRecord) -> None:
         """Keep and show a finished step."""
@@ -181,13 +183,16 @@ class Trainer:
     def _save_if_due(self) -> None:
         """Save every so often, where a failure is reported and the run goes on, and at the end of this start."""
         every = self._config.checkpoint_every
-        if self.step == self._end or self._reason is not StopReason.NONE:
-            self._save()
-        elif every and self.step % every == 0:
-            try:
-                self._save()
-            except CheckpointError as error:
-                self._chores.note(f"warning: {error}; training goes on, the next checkpoint is tried as usual")
+        is_last = self.step == self._end or self._reason is not StopReason.NONE
+        if not is_last and not (every and self.step % every == 0):
+            return
+        try:
+            self._chores.finish_saving()
+        except CheckpointError as error:
+            self._chores.note(f"warning: {error}; training goes on, the next checkpoint is tried as usual")
+        self._chores.save(self.step, self._val_loss if self._evaluated_step == self.step else None)
+        if is_last:
+            self._chores.finish_saving()
 
     def _sample_if_due(self) -> str | None:
         if self._config.sample_tokens == 0 or not self._is_due(self._config.sample_every):
@@ -197,8 +202,3 @@ class Trainer:
     def _is_due(self, every: int) -> bool:
         is_finished = self.step == self._config.steps
         return is_finished or (every > 0 and self.step % every == 0)
-
-    def _save(self) -> None:
-        is_evaluated_here = self._evaluated_step == self.step
-        path = self._chores.save(self.step, self._val_loss if is_evaluated_here else None)
-        self._chores.note(f"saved {path}")
