@@ -260,3 +260,52 @@ def test_local_sgd_with_its_averager(ranks: RankPool) -> None:
     agree = [a == b for a, b in zip(first, second, strict=True)]
     assert agree[:2] == [True, True]
     assert sum(agree[2:]) == 2 and not all(agree)
+
+
+# ----------------------------------------------------------------- gradients outside of the planned buckets
+
+
+def _unfrozen(rank: int, world: int, with_hook: bool, arguments: dict[str, Any]) -> list[float]:
+    """A parameter that is unfrozen is reduced in a collective of its own for one pass: by the same rule."""
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    for p in model.parameters():
+        nn.init.ones_(p)
+    model[1].weight.requires_grad_(False)
+    ddp = DistributedDataParallel(model, **arguments)
+    if with_hook:
+        ddp.register_comm_hook(None, gradsync.fp16_compress_hook)
+    found = []
+    for step in range(3):
+        model[1].weight.requires_grad_(step > 0)
+        ddp.zero_grad()
+        if arguments:
+            ddp.add_gradient_weight(2.0)
+        ddp(torch.full((1, 1), rank + 1.0)).sum().backward()
+        found.append(model[0].weight.grad.item())
+        if step:
+            found.append(model[1].weight.grad.item())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("with_hook", "arguments", "expected"),
+    [(False, {}, 1.5), (True, {}, 1.5), (False, {"reduction": "weighted"}, 0.75)],
+)
+def test_an_unfrozen_parameter_is_reduced_by_the_same_rule(
+    ranks: RankPool, with_hook: bool, arguments: dict[str, Any], expected: float
+) -> None:
+    assert ranks(_unfrozen, with_hook, arguments) == [[expected] * 5] * 2
+
+
+def _sparse_beside_a_hook(rank: int, world: int) -> tuple[float, float]:
+    model = nn.Sequential(nn.EmbeddingBag(2, 1, mode="sum", sparse=True), nn.Linear(1, 1, bias=False))
+    for p in model.parameters():
+        nn.init.ones_(p)
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(None, gradsync.bf16_compress_hook)
+    ddp(torch.tensor([[0] * (rank + 1)])).sum().backward()
+    return model[0].weight.grad.to_dense()[0, 0].item(), model[1].weight.grad.item()
+
+
+def test_sparse_gradients_beside_a_hook_are_averaged(ranks: RankPool) -> None:
+    assert ranks(_sparse_beside_a_hook) == [(1.5, 1.5)] * 2
