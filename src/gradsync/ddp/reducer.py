@@ -49,6 +49,7 @@ from gradsync.comm.groups import Group, broadcast_tensors, exchange_text
 from gradsync.ddp.backward import is_accumulating
 from gradsync.ddp.bucket import Bucket, local_tensor
 from gradsync.ddp.comm_hooks import HookedCollective
+from gradsync.ddp.compiler import refuse_compiled_autograd
 from gradsync.ddp.control import (
     WORD_LIMIT,
     ControlWords,
@@ -283,6 +284,7 @@ class Reducer(ReducerSurface):
         if not self.synchronizes:
             return False
         self.settle()
+        refuse_compiled_autograd(self.rank)
         self._open_pass()
         self._pass = attend(self)
         return True
@@ -352,7 +354,12 @@ class Reducer(ReducerSurface):
     @property
     def contribution_scale(self) -> float:
         """What this rank multiplies its gradients by before the sum."""
-        return 1.0 / self.world_size if self._takes_mean else 1.0
+        return self.mean_scale if self._takes_mean else 1.0
+
+    @property
+    def mean_scale(self) -> float:
+        """What makes a mean over ranks out of a sum, where a mean is asked for; whatever a hook does."""
+        return 1.0 / self.world_size if self.settings.reduction is Reduction.MEAN else 1.0
 
     @property
     def _takes_mean(self) -> bool:
@@ -540,13 +547,17 @@ class Reducer(ReducerSurface):
             parameters = [self.parameters[i] for i in bucket_plan.indices]
             extra = Bucket(len(self.buckets) + number, bucket_plan, self.specs, parameters)
             extra.collect(everything, self.contribution_scale)
-            if self.hook is not None:
-                self.hook.launch(extra, is_last=False)
-                self.hook.wait(extra, [self.names[i] for i in bucket_plan.indices])
-            else:
-                self.group.allreduce([extra.buffer.whole]).wait()
+            self.reduce_extra(extra, [self.names[i] for i in bucket_plan.indices])
             for index, view in zip(bucket_plan.indices, extra.views, strict=True):
                 self.buckets[self.bucket_of[index]].add_late(index, view)
+
+    def reduce_extra(self, extra: Bucket, names: Sequence[str]) -> None:
+        """Reduce a bucket that is not in the plan, and wait for it."""
+        if self.hook is not None:
+            self.hook.launch(extra, is_last=False)
+            self.hook.wait(extra, names)
+        else:
+            self.group.allreduce([extra.buffer.whole]).wait()
 
     def _divide(self, words: ControlWords) -> None:
         """Apply what only the control words could tell: the total weight, or the number of ranks with a batch."""
@@ -603,7 +614,8 @@ class Reducer(ReducerSurface):
         assert self._change is not None
         known = {id(p) for p in self.parameters}
         claim(self, [p for _, p in self._change if id(p) not in known])
-        reduce_newcomers(self, self._change)
+        assert self.last_words is not None
+        reduce_newcomers(self, self._change, self.last_words)
         self._install(self._change)
 
     def fail(self, error: BaseException) -> None:
