@@ -183,6 +183,7 @@ def describe(record: StepRecord, pace: Pace, memory_bytes: int) -> list[str]:
         f"lr {record.lr:.2e}",
         f"norm {record.grad_norm:.2f}",
         f"{record.tokens_per_s:,.0f} tokens/s",
+        *([] if record.mfu is None else [f"mfu {record.mfu:.0%}"]),
         f"{format_duration(pace.left_s)} left",
         f"{memory_bytes / 2**20:,.0f} MiB",
     ]
