@@ -10,7 +10,7 @@ from gradsync.data.corpus import Corpus, load_corpus
 from gradsync.data.loader import GlobalBatchLoader
 from gradsync.data.source import TokenSource
 from gradsync.model.gpt2 import GPT2
-from gradsync.train.batch import BatchPlan, plan_batch
+from gradsync.train.batch import BatchPlan, micro_batch_limit, plan_batch
 from gradsync.train.completions import Example, read_examples
 from gradsync.train.config import TrainConfig
 from gradsync.train.initial import initial_model
@@ -40,7 +40,8 @@ def build(config: TrainConfig, rank: int, world: int, device: torch.device) -> M
         ConfigError: options that cannot work together.
         DataError: the data is missing, damaged or too short.
     """
-    plan = plan_batch(config.batch_tokens, config.context, world, config.micro_batch, config.max_micro_batch)
+    limit = micro_batch_limit(config.max_micro_batch, config.context, device.type)
+    plan = plan_batch(config.batch_tokens, config.context, world, config.micro_batch, limit)
     corpus = load_corpus(config.data, config.tokenizer, config.val_fraction)
     loader = _make_loader(config, plan, corpus.train, rank, world)
     examples = read_examples(Path(config.hellaswag)) if config.hellaswag else []

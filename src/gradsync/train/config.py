@@ -94,7 +94,9 @@ class TrainConfig:
         "batch",
         at_least=1,
     )
-    max_micro_batch: int = _option(16, "limit for the automatic choice of --micro-batch", "batch", at_least=1)
+    max_micro_batch: int = _option(
+        16, "limit for the automatic choice of --micro-batch; CPUs have a lower one", "batch", at_least=1
+    )
 
     lr: float = _option(2e-3, "highest learning rate", "optimizer", fixed=True, above=0)
     min_lr_fraction: float = _option(
