@@ -148,7 +148,7 @@ class OneProcess:
     """The reference: one process that runs every rank's program on a replica of its own and averages.
 
     Replicas start each step from rank 0's buffers. Gradients that are there before the step count on
-    every rank, so that accumulation over steps comes out as it should.
+    every rank of a mean; sums over ranks are added to them.
     """
 
     def __init__(self, module: nn.Module, world: int, make_optimizer: MakeOptimizer | None = None) -> None:
@@ -158,13 +158,15 @@ class OneProcess:
         self.replicas: list[nn.Module] = []
 
     def run(self, program: Program, step: int, divisor: float | None = None) -> None:
-        """Leave the gradients of one step on the module: the sum over ranks by ``divisor`` (or the world size)."""
-        self.replicas = [self._replica() for _ in range(self.world)]
+        """Leave the gradients of one step on the module: the mean over ranks, or their sum by ``divisor``."""
+        self.replicas = [self._replica(carries=divisor is None) for _ in range(self.world)]
         for rank, replica in enumerate(self.replicas):
             program(replica, rank, step)
         everyones = zip(*(r.parameters() for r in self.replicas), strict=True)
         for parameter, replicated in zip(self.module.parameters(), everyones, strict=True):
-            parameter.grad = _mean([p.grad for p in replicated], divisor or self.world)
+            total = _sum_by([p.grad for p in replicated], divisor or self.world)
+            is_added = divisor is not None and parameter.grad is not None and total is not None
+            parameter.grad = parameter.grad + total if is_added else (parameter.grad if total is None else total)
         for mine, first in zip(self.module.modules(), self.replicas[0].modules(), strict=True):
             mine._buffers = {name: None if b is None else b.detach().clone() for name, b in first._buffers.items()}
 
@@ -174,14 +176,14 @@ class OneProcess:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def _replica(self) -> nn.Module:
+    def _replica(self, carries: bool) -> nn.Module:
         replica = copy.deepcopy(self.module)
         for mine, theirs in zip(self.module.parameters(), replica.parameters(), strict=True):
-            theirs.grad = None if mine.grad is None else mine.grad.clone()
+            theirs.grad = mine.grad.clone() if carries and mine.grad is not None else None
         return replica
 
 
-def _mean(grads: list[torch.Tensor | None], divisor: float) -> torch.Tensor | None:
+def _sum_by(grads: list[torch.Tensor | None], divisor: float) -> torch.Tensor | None:
     present = [g for g in grads if g is not None]
     if not present:
         return None

@@ -4,10 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
-from gradsync import DistributedDataParallel
-from rank_pool import RankPool
 from reference import (
     OneProcess,
     assert_equal_replicas,
@@ -23,6 +19,10 @@ from reference import (
     unwrapped,
     whole_numbers,
 )
+from torch import nn
+
+from gradsync import DistributedDataParallel
+from rank_pool import RankPool
 
 
 class _Reassigning(nn.Module):

@@ -6,13 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post_localsgd
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
-from torch.futures import Future
-
-from gradsync import DistributedDataParallel
-from rank_pool import RankPool
 from reference import (
     Branches,
     OneProcess,
@@ -29,6 +22,13 @@ from reference import (
     sgd,
     sq,
 )
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post_localsgd
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
+from torch.futures import Future
+
+from gradsync import DistributedDataParallel
+from rank_pool import RankPool
 
 Hook = Callable[[Any, Any], Any]
 

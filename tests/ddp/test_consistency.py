@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from reference import Branches, TwoLayers, batch, impatient_group, plain, raised, sgd, sq
 from torch import nn
 
 from gradsync import DistributedDataParallel
 from rank_pool import RankFailure, RankPool
-from reference import Branches, TwoLayers, batch, impatient_group, plain, raised, sgd, sq
 
 
 def _extra_layer(rank: int) -> nn.Module:
@@ -103,7 +103,8 @@ def _other_arguments(rank: int, world: int, name: str, values: list[Any]) -> str
 
 
 @pytest.mark.parametrize(
-    ("name", "values"), [("bucket_cap_mb", [25, 1]), ("reduction", ["mean", "sum"]), ("forward_sync_buffers", [True, False])]
+    ("name", "values"),
+    [("bucket_cap_mb", [25, 1]), ("reduction", ["mean", "sum"]), ("forward_sync_buffers", [True, False])],
 )
 def test_arguments_that_differ_are_refused_on_all_ranks(ranks: RankPool, name: str, values: list[Any]) -> None:
     for text in ranks(_other_arguments, name, values):

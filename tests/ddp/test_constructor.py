@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from reference import TwoLayers, raised
 from torch import nn
 
 from gradsync import DistributedDataParallel
 from rank_pool import RankPool
-from reference import TwoLayers, raised
 
 
 def _no_module(rank: int, world: int) -> list[str]:

@@ -4,10 +4,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import nn
-
-from gradsync import DistributedDataParallel
-from rank_pool import RankPool
 from reference import (
     OneProcess,
     TwoLayers,
@@ -24,6 +20,10 @@ from reference import (
     train_alike,
     unwrapped,
 )
+from torch import nn
+
+from gradsync import DistributedDataParallel
+from rank_pool import RankPool
 
 
 def _from_rank_0(rank: int, world: int) -> None:

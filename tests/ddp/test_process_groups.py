@@ -2,10 +2,6 @@
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-
-from gradsync import DistributedDataParallel
-from rank_pool import RankPool
 from reference import (
     OneProcess,
     TwoLayers,
@@ -17,6 +13,10 @@ from reference import (
     plain,
     raised,
 )
+from torch.distributed.device_mesh import init_device_mesh
+
+from gradsync import DistributedDataParallel
+from rank_pool import RankPool
 
 
 def _alone_in_a_group(rank: int, world: int) -> float:

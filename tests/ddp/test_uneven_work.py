@@ -1,9 +1,8 @@
-"""Ranks that have more, less or other work than their peers: join, lone evaluation, skipped steps, failures.
+"""Ranks that have less or other work than their peers: lone evaluation, skipped steps, failures.
 
 A rank that waits for a collective that never comes gives up after the group's time-out, which is short here.
 """
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -43,117 +42,6 @@ def _train_step(ddp: nn.Module, optimizer: torch.optim.Optimizer, rank: int, ste
     optimizer.zero_grad()
     plain(ddp, rank, step)
     optimizer.step()
-
-
-def _while_it_has_batches(lengths: tuple[int, ...]) -> Any:
-    def program(model: nn.Module, rank: int, step: int) -> None:
-        if step < lengths[rank]:
-            plain(model, rank, step)
-
-    return program
-
-
-def _joined(rank: int, world: int, lengths: tuple[int, ...], by_initial_size: bool, cap: float | None) -> str:
-    ddp = DistributedDataParallel(TwoLayers(), bucket_cap_mb=cap)
-    optimizer = _optimizer(ddp)
-    with ddp.join(divide_by_initial_world_size=by_initial_size):
-        for step in range(lengths[rank]):
-            _train_step(ddp, optimizer, rank, step)
-    reference = OneProcess(TwoLayers(), world, sgd(_LR))
-    for step in range(max(lengths)):
-        active = sum(length > step for length in lengths)
-        reference.train(_while_it_has_batches(lengths), step, None if by_initial_size else active)
-    assert_same_state(ddp.module, reference.module)
-    # the wrapper is whole again after the context
-    _train_step(ddp, optimizer, rank, 90)
-    reference.train(plain, 90)
-    assert_same_state(ddp.module, reference.module, "after join:")
-    return digest(ddp.module)
-
-
-@pytest.mark.parametrize("cap", [None, 1e-6])
-@pytest.mark.parametrize("by_initial_size", [True, False])
-@pytest.mark.parametrize("lengths", [(5, 3), (3, 5), (4, 4), (2, 0)])
-def test_join(ranks: RankPool, lengths: tuple[int, int], by_initial_size: bool, cap: float | None) -> None:
-    assert_equal_replicas(ranks(_joined, lengths, by_initial_size, cap))
-
-
-def _joined_accumulation(rank: int, world: int, lengths: tuple[int, ...]) -> str:
-    ddp = DistributedDataParallel(TwoLayers())
-    optimizer = _optimizer(ddp)
-    with ddp.join():
-        for micro in range(lengths[rank]):
-            with contextlib.nullcontext() if micro % 2 else ddp.no_sync():
-                sq(ddp(batch(rank, micro))).backward()
-            if micro % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-    reference = OneProcess(TwoLayers(), world, sgd(_LR))
-
-    def window(model: nn.Module, rank: int, step: int) -> None:
-        for micro in range(2 * step, min(2 * step + 2, lengths[rank])):
-            sq(model(batch(rank, micro))).backward()
-
-    for step in range(max(lengths) // 2):
-        reference.train(window, step)
-    assert_same_state(ddp.module, reference.module)
-    return digest(ddp.module)
-
-
-@pytest.mark.parametrize("lengths", [(6, 2), (2, 6)])
-def test_join_with_accumulation(ranks: RankPool, lengths: tuple[int, int]) -> None:
-    assert_equal_replicas(ranks(_joined_accumulation, lengths))
-
-
-def _halving_hook(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    buffer = bucket.buffer().div_(2)
-    work = dist.all_reduce(buffer, group=state, async_op=True)
-    assert work is not None
-    return work.get_future().then(lambda future: future.value()[0])
-
-
-def _joined_with_hook(rank: int, world: int, lengths: tuple[int, ...]) -> str:
-    ddp = DistributedDataParallel(TwoLayers())
-    ddp.register_comm_hook(dist.group.WORLD, _halving_hook)
-    optimizer = _optimizer(ddp)
-    with ddp.join():
-        for step in range(lengths[rank]):
-            _train_step(ddp, optimizer, rank, step)
-    reference = OneProcess(TwoLayers(), world, sgd(_LR))
-    for step in range(max(lengths)):
-        reference.train(_while_it_has_batches(lengths), step)
-    assert_same_state(ddp.module, reference.module)
-    return digest(ddp.module)
-
-
-def test_join_with_a_communication_hook(ranks: RankPool) -> None:
-    assert_equal_replicas(ranks(_joined_with_hook, (3, 5)))
-
-
-def _first_to_end_stops_all(rank: int, world: int) -> tuple[int, str]:
-    ddp = DistributedDataParallel(TwoLayers())
-    optimizer = _optimizer(ddp)
-    steps = 0
-
-    def train() -> None:
-        nonlocal steps
-        with ddp.join(throw_on_early_termination=True):
-            for step in range((5, 3)[rank]):
-                _train_step(ddp, optimizer, rank, step)
-                steps += 1
-
-    text = raised(train)
-    reference = OneProcess(TwoLayers(), world, sgd(_LR))
-    for step in range(3):
-        reference.train(plain, step)
-    assert_same_state(ddp.module, reference.module)
-    return steps, text
-
-
-def test_join_that_stops_everybody_when_one_runs_out(ranks: RankPool) -> None:
-    for steps, text in ranks(_first_to_end_stops_all):
-        assert steps == 3
-        assert "exhaust" in text
 
 
 class _Normalised(nn.Module):

@@ -39,7 +39,8 @@ def losses_of_one_process(text_file: Path) -> list[float]:
 
 
 def test_every_example_is_run_here() -> None:
-    assert {path.name for path in _EXAMPLES.glob("*.py")} == {"toy_ddp.py", "gpt2_loop.py", "token_loader.py"}
+    examples = {"toy_ddp.py", "gpt2_loop.py", "token_loader.py", "compare_losses.py"}
+    assert {path.name for path in _EXAMPLES.glob("*.py")} == examples
 
 
 @pytest.mark.distributed
@@ -50,6 +51,15 @@ def test_toy_ddp_reports_every_ten_batches() -> None:
     assert {epoch for epoch, _ in places} == set(range(5))
     assert all(batch % 10 == 0 for _, batch in places)
     assert all(loss < 10 for loss in _losses("\n".join(lines)))
+
+
+def test_compare_losses_finds_the_largest_difference(tmp_path: Path) -> None:
+    for name, losses in (("one", [3.0, 2.0, 1.0]), ("two", [3.0, 2.5, 1.0, 0.5])):
+        (tmp_path / name).mkdir()
+        lines = [f'{{"step": {step}, "loss": {loss}}}\n' for step, loss in enumerate(losses, start=1)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(lines))
+    output = _run(str(_EXAMPLES / "compare_losses.py"), str(tmp_path / "one"), str(tmp_path / "two"))
+    assert output == "3 steps; largest difference of the loss 5.00e-01, at step 2\n"
 
 
 def test_token_loader_begins_again_together() -> None:

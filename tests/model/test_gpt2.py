@@ -59,7 +59,7 @@ def test_the_published_sizes(preset: str, expected: int) -> None:
 
 
 def test_small_presets_are_as_large_as_they_say() -> None:
-    assert 0.7e6 < _model(GPT2Config.preset("tiny")).num_parameters() < 1.2e6
+    assert 1e6 < _model(GPT2Config.preset("tiny")).num_parameters() < 3e6
     assert 2.5e6 < _model(GPT2Config.preset("small")).num_parameters() < 4e6
 
 

@@ -4,7 +4,7 @@ Spelled and, where torch checks too, worded so that programs that match on torch
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,30 +51,49 @@ def resolve_group(process_group: Any, device_mesh: Any) -> Any:
     return process_group
 
 
-def check_parameters_and_devices(
-    parameters: Sequence[torch.Tensor], device_ids: Sequence[Any] | None, output_device: Any
-) -> str | None:
-    """Return what is wrong with the module's parameters or with ``device_ids``; None if nothing is."""
+def first_problem(*checks: Callable[[], object]) -> Exception | None:
+    """Return the first error that the checks raise, instead of raising it; None if there is none."""
+    for check in checks:
+        try:
+            check()
+        except (ValueError, RuntimeError) as error:
+            return error
+    return None
+
+
+def check_delay(named_parameters: Any, trigger: Any) -> None:
+    """Raise ValueError if only one of the two arguments about delayed parameters was given."""
+    if (named_parameters is None) != (trigger is None):
+        raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.")
+
+
+def check_devices(parameters: Sequence[torch.Tensor], device_ids: Sequence[Any] | None, output_device: Any) -> None:
+    """Check that there is something to train, on devices that fit together.
+
+    Raises:
+        RuntimeError: no parameter requires a gradient.
+        ValueError: parameters on devices of several types, or ``device_ids`` that contradict them.
+    """
     if not any(p.requires_grad for p in parameters):
-        return (
-            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
+        raise RuntimeError(
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient: "
+            "all of them are frozen, or there are none"
         )
     devices = {p.device for p in parameters}
     types = {d.type for d in devices}
     if len(types) > 1:
-        return (
-            "DistributedDataParallel's input module must be on the same type of devices, "
+        raise ValueError(
+            f"DistributedDataParallel's input module must be on the same type of devices, "
             f"but its parameters are on {types}."
         )
     if device_ids is not None and len(device_ids) > 1:
-        return "device_ids can only be None or contain a single element."
+        raise ValueError("device_ids can only be None or contain a single element.")
     if (device_ids or output_device) and (types == {"cpu"} or len(devices) > 1):
-        return (
+        raise ValueError(
             "DistributedDataParallel device_ids and output_device arguments only work with "
             "single-device/multiple-device GPU modules or CPU modules, "
             f"but got device_ids {device_ids}, output_device {output_device}, and module parameters {devices}."
         )
-    return None
 
 
 def check_caps(cap_mb: float | str | None, cap_mb_list: Sequence[float] | None) -> None:
@@ -97,6 +116,24 @@ def check_reduction(reduction: str) -> Reduction:
     except ValueError:
         names = ", ".join(repr(str(r)) for r in Reduction)
         raise ConfigError(f"reduction is one of {names}, but got {reduction!r}") from None
+
+
+def ignored_names(module: nn.Module) -> set[str]:
+    """Return the names that ``_set_params_and_buffers_to_ignore_for_model`` has left on the module.
+
+    They are written ``{module}.{parameter}``, so those of the root module itself may begin with a dot.
+    """
+    return {name.removeprefix(".") for name in getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
+
+
+def warn_deprecated(check_reduction: bool) -> None:
+    """Warn about the argument that torch has deprecated."""
+    if check_reduction:
+        warnings.warn(
+            "The `check_reduction` argument in `DistributedDataParallel` module is deprecated; leave it out.",
+            FutureWarning,
+            stacklevel=3,
+        )
 
 
 def resolve_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:

@@ -10,6 +10,7 @@ import threading
 from types import FrameType
 
 import torch
+import torch.distributed as dist
 
 _BACKWARD = torch.autograd.backward.__code__
 _GRAD = torch.autograd.grad.__code__
@@ -27,6 +28,17 @@ def is_accumulating(forward_thread: int) -> bool:
     if here is None:
         return True
     return here.f_code is _BACKWARD and here.f_locals.get("inputs") is None
+
+
+def in_distributed_autograd() -> bool:
+    """Whether this thread is inside ``torch.distributed.autograd.context``, which keeps gradients to itself."""
+    if not (dist.rpc.is_available() and torch._C._distributed_rpc._is_current_rpc_agent_set()):  # type: ignore[attr-defined]
+        return False
+    try:
+        torch._C._distributed_autograd._current_context()  # type: ignore[attr-defined]
+    except RuntimeError:
+        return False
+    return True
 
 
 def _innermost(frame: FrameType | None) -> FrameType | None:

@@ -9,7 +9,7 @@ fresh tensor, the *late contribution*.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -95,6 +95,25 @@ class Bucket:
     def views(self) -> list[torch.Tensor]:
         """One tensor a parameter, with its shape, dtype and strides, in the flat buffer."""
         return self.buffer.views
+
+    def results(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the parameters whose gradient is still what the last pass left there, with their views."""
+        if self._buffer is None:
+            return []
+        return [(p, v) for p, v in zip(self.parameters, self._buffer.views, strict=True) if local_grad(p) is v]
+
+    def holds_result(self, index: int) -> bool:
+        """Whether the gradient of one parameter is still what the last pass left there."""
+        return self._buffer is not None and local_grad(self.parameters[self._position[index]]) is self.view_of(index)
+
+    @torch.no_grad()
+    def adopt(self, results: Mapping[int, torch.Tensor]) -> None:
+        """Move gradients that lie in the memory of earlier buckets into this one; ``results`` is by parameter id."""
+        for position, parameter in enumerate(self.parameters):
+            result = results.get(id(parameter))
+            if result is not None:
+                view = self.views[position]
+                set_local_grad(parameter, view.copy_(result))
 
     def view_of(self, index: int) -> torch.Tensor:
         """Return the view of one parameter (by its index in the model)."""
@@ -201,14 +220,7 @@ def set_local_grad(parameter: torch.Tensor, local: torch.Tensor) -> None:
         from torch.distributed.tensor import DTensor
 
         assert isinstance(parameter, DTensor)
-        parameter.grad = DTensor.from_local(
-            local,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        parameter.grad = DTensor(local, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
     else:
         parameter.grad = local
 

@@ -61,11 +61,15 @@ class GradBucket:
 
 
 class HookedCollective:
-    """Runs a communication hook for each bucket, and takes over what its future brings."""
+    """Runs a communication hook for each bucket, and takes over what its future brings.
 
-    def __init__(self, state: Any, hook: CommHook, timeout: timedelta, rank: int) -> None:
+    ``divides`` says that the hook does the averaging too; one of ours may leave that to the engine.
+    """
+
+    def __init__(self, state: Any, hook: CommHook, timeout: timedelta, rank: int, divides: bool = True) -> None:
         self.state = state
         self.hook = hook
+        self.divides = divides
         self._timeout = timeout
         self._rank = rank
 

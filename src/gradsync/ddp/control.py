@@ -36,6 +36,8 @@ class Slot:
     plan_digest: int
     change_digest: int
     """0, or a digest of the set of trainable parameters that this rank now has instead of the planned one."""
+    buffer_digest: int
+    """A digest of the names, shapes and dtypes of the buffers."""
     weight_high: int
     weight_low: float
     """The gradient weight is ``weight_high * 2**20 + weight_low``."""
@@ -97,8 +99,8 @@ def read_words(source: torch.Tensor, num_parameters: int) -> ControlWords:
     words = source.tolist()
     slots = []
     for start in range(2 * num_parameters, len(words), SLOT_WORDS):
-        state, number, plan, change, high, low = words[start : start + SLOT_WORDS]
-        slots.append(Slot(int(state), int(number), int(plan), int(change), int(high), low))
+        *whole, weight_low = words[start : start + SLOT_WORDS]
+        slots.append(Slot(*map(int, whole), weight_low))  # type: ignore[call-arg]
     return ControlWords(words[:num_parameters], words[num_parameters : 2 * num_parameters], tuple(slots))
 
 

@@ -47,7 +47,7 @@ class DDPJoinHook(JoinHook):
         """Shadow one iteration of the training ranks."""
         coming = announce(self._ddp, Announcement(-1, False, False))
         if coming.sends_buffers:
-            self._ddp._broadcast_buffers(coming.source)
+            self._ddp._synchronize_buffers(coming.source)
         if coming.synchronizes:
             self._ddp.reducer.shadow_pass()
 
@@ -55,6 +55,7 @@ class DDPJoinHook(JoinHook):
         """Give all ranks the parameters and buffers of one that trained to the end."""
         ddp = self._ddp
         coming = announce(ddp, Announcement(ddp.reducer.rank if is_last_joiner else -1, False, False))
+        ddp._authoritative_rank = coming.source
         broadcast_state(ddp._state_group, ddp._synchronized_state(), coming.source, ddp.reducer.rank)
         ddp.reducer.divides_by_active_ranks = False
         ddp._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]

@@ -1,14 +1,13 @@
 """What the user holds: ``DistributedDataParallel``.
 
 Puts together the parts (watch, reducer, buffers, hooks, join) and mirrors the surface of torch's class of
-the same name. How a pass works is told in ``reducer``.
+the same name; the less used part of that surface is in ``surface``. How a pass works is told in ``reducer``.
 """
 
 import contextlib
 import copy
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,13 +15,13 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.utils import _to_kwargs
 
-from gradsync.comm.groups import broadcast_tensors, group_timeout
+from gradsync.comm.groups import broadcast_tensors
 from gradsync.comm.private import Lease, borrow_group
 from gradsync.ddp import arguments, guard
-from gradsync.ddp.comm_hooks import CommHook, HookedCollective, check_hook
+from gradsync.ddp.comm_hooks import CommHook
 from gradsync.ddp.join import Announcement, DDPJoinHook, announce, hook_arguments
 from gradsync.ddp.outputs import find_tensors
-from gradsync.ddp.plan import caps_from_mib
+from gradsync.ddp.plan import MIB, caps_from_mib
 from gradsync.ddp.reducer import Reducer
 from gradsync.ddp.replicas import (
     Description,
@@ -31,9 +30,11 @@ from gradsync.ddp.replicas import (
     check_parameters,
     describe_buffers,
     describe_parameters,
+    shapes_of_rank,
     verify,
 )
-from gradsync.ddp.settings import Settings
+from gradsync.ddp.settings import Reduction, Settings
+from gradsync.ddp.surface import BROADCAST_BUCKET_BYTES, TorchSurface
 from gradsync.ddp.sync_batchnorm import run_on_cpu
 from gradsync.ddp.watch import ModuleWatch
 from gradsync.errors import ConfigError
@@ -41,7 +42,7 @@ from gradsync.errors import ConfigError
 _CPU = torch.device("cpu")
 
 
-class DistributedDataParallel(nn.parallel.DistributedDataParallel):
+class DistributedDataParallel(TorchSurface):
     """Trains replicas of one module on several ranks by averaging their gradients during backward.
 
     A drop-in for ``torch.nn.parallel.DistributedDataParallel`` with its arguments and its own engine. With
@@ -65,7 +66,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         delay_all_reduce_named_params: accepted together with ``param_to_hook_all_reduce``; these parameters are
             synchronised like all others.
         param_to_hook_all_reduce: see ``delay_all_reduce_named_params``.
-        mixed_precision: not supported; use ``torch.autocast``.
+        mixed_precision: torch's ``_MixedPrecision``: dtypes for the parameters while they run, for buffers, and for
+            gradients on the wire. Parameters, gradients and optimizer state stay in full precision.
         device_mesh: a one-dimensional mesh in place of ``process_group``.
         skip_all_reduce_unused_params: accepted, without effect.
         bucket_cap_mb_list: limits in MiB bucket by bucket; the last one repeats.
@@ -80,9 +82,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         RuntimeError: nothing to train, uninitialised or expanded parameters.
         ContractError: on all ranks, if their models differ; the first difference is named.
     """
-
-    reducer: Reducer  # type: ignore[assignment]
-    _active_ddp_module: ClassVar["DistributedDataParallel | None"] = None  # type: ignore[assignment, misc]
 
     def __init__(  # noqa: C901 - mirrors torch's signature, twenty arguments
         self,
@@ -112,19 +111,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         nn.Module.__init__(self)
         Joinable.__init__(self)
         arguments.check_module(module)
-        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
-            raise ValueError(
-                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
-            )
-        if mixed_precision is not None:
-            raise ConfigError("mixed_precision is not supported yet; use torch.autocast around the forward")
-        arguments.check_caps(bucket_cap_mb, bucket_cap_mb_list)
-        chosen = arguments.check_reduction(reduction)
+        arguments.warn_deprecated(check_reduction)
         self.process_group = arguments.resolve_group(process_group, device_mesh)
         if device_mesh is not None:
             self.device_mesh = device_mesh
         self.module = module
-        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.parameters_to_ignore = arguments.ignored_names(module)
         self.forward_sync_buffers = arguments.resolve_buffer_sync(broadcast_buffers, forward_sync_buffers)
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
@@ -134,63 +126,76 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.mixed_precision = mixed_precision
         self.dim = dim
         self.require_forward_param_sync = True
-        self._settings = Settings(caps_from_mib(bucket_cap_mb, bucket_cap_mb_list), chosen)
         run_on_cpu(module)
         self._watch = ModuleWatch(module, self.parameters_to_ignore)
-        self._check_and_start(init_sync, device_ids, output_device)
+        named = self._watch.all_parameters()
+        self._set_devices(named, device_ids, output_device)
+        self._agree(
+            arguments.first_problem(
+                lambda: arguments.check_delay(delay_all_reduce_named_params, param_to_hook_all_reduce),
+                lambda: arguments.check_caps(bucket_cap_mb, bucket_cap_mb_list),
+                lambda: arguments.check_reduction(reduction),
+                lambda: check_parameters(named),
+                lambda: arguments.check_devices([p for _, p in named], device_ids, output_device),
+            ),
+            init_sync,
+            {
+                "bucket limits (MiB)": [bucket_cap_mb, bucket_cap_mb_list],
+                "reduction": reduction,
+                "forward_sync_buffers": self.forward_sync_buffers,
+            },
+        )
+        self._settings = Settings(caps_from_mib(bucket_cap_mb, bucket_cap_mb_list), Reduction(reduction))
+        self.bucket_bytes_cap_list = [int(cap * MIB) for cap in bucket_cap_mb_list or ()]
+        self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
+        self.broadcast_bucket_size = BROADCAST_BUCKET_BYTES
+        self.use_side_stream_for_tensor_copies = False
+        self._use_python_reducer = False
+        self._delay_all_reduce_params = [p for _, p in delay_all_reduce_named_params or ()]
+        self._delay_grad_buffer = None
         arguments.warn_lonely_group(self.process_group)
         self._connect()
+        self._warn_static_with_unused()
 
     # ------------------------------------------------------------- construction
 
-    def _check_and_start(self, init_sync: bool, device_ids: Sequence[Any] | None, output_device: Any) -> None:
-        """Check the module on all ranks together, then start it everywhere from rank 0's values."""
-        named = self._watch.all_parameters()
-        problem, error_type = self._problem(named, device_ids, output_device)
+    def _set_devices(
+        self, named: Sequence[tuple[str, nn.Parameter]], device_ids: Sequence[Any] | None, output_device: Any
+    ) -> None:
         self.device: torch.device = named[0][1].device if named else _CPU
         self.device_type = self.device.type
         self.is_multi_device_module = len({p.device for _, p in named}) > 1
-        self.device_ids = [_index(d) for d in device_ids] if device_ids else None
+        has_ids = bool(device_ids) and self.device_type != "cpu"
+        self.device_ids = [_index(d) for d in device_ids or ()] if has_ids else None
         self.output_device = output_device if device_ids else None
+
+    def _agree(self, problem: Exception | None, init_sync: bool, settings: dict[str, Any]) -> None:
+        """Compare module and settings with those of the other ranks, then start everywhere from rank 0's values.
+
+        What is wrong on one rank alone is told to the others first, so that they don't wait for it.
+        """
         group = self.process_group
-        if init_sync and group.size() > 1:
-            facts: Description = [
-                ["the module", "check", problem or "fine"],
-                ["bucket limits (bytes)", "setting", list(self._settings.caps_bytes)],
-            ]
-            facts += [
-                ["reduction", "setting", str(self._settings.reduction)],
-                ["forward_sync_buffers", "setting", self.forward_sync_buffers],
-            ]
+        is_shared = init_sync and group.size() > 1
+        if is_shared:
+            facts: Description = [["the check of the arguments", "check", str(problem or "fine")]]
+            facts += [[name, "setting", value] for name, value in settings.items()]
             if problem is None:
-                facts += describe_parameters(named) + describe_buffers(self._watch.buffers())
+                facts += describe_parameters(self._watch.all_parameters()) + describe_buffers(self._watch.buffers())
             check_contract(group, facts, self.device, group.rank())
         if problem is not None:
-            raise error_type(problem)
-        if init_sync and group.size() > 1:
+            raise problem
+        if is_shared:
             broadcast_state(group, self._synchronized_state(), 0, group.rank())
-
-    @staticmethod
-    def _problem(
-        named: Sequence[tuple[str, nn.Parameter]], device_ids: Sequence[Any] | None, output_device: Any
-    ) -> tuple[str | None, type[Exception]]:
-        try:
-            check_parameters(named)
-        except RuntimeError as error:
-            return str(error), RuntimeError
-        problem = arguments.check_parameters_and_devices([p for _, p in named], device_ids, output_device)
-        return problem, RuntimeError if problem and "is not needed" in problem else ValueError
 
     def _connect(self, shared_with: "DistributedDataParallel | None" = None) -> None:
         """Make the groups and the reducer; the copy of a module shares the groups of its original."""
         group = self.process_group
-        self._comm_hooks: list[tuple[CommHook, Any]] = []
+        self._comm_hooks: list[tuple[Any, Any]] = []
         self._forwards_since_backward = 0
         self._forwards_in_window = 0
         self._unsynced_forward_in_window = False
         self._seen_backwards = 0
         self._seen_passes = 0
-        self._has_rebuilt_buckets = False
         self._lease: Lease | None = None
         if shared_with is not None:
             self._lease = shared_with._lease
@@ -206,14 +211,13 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.reducer = Reducer(self._watch, bucket_group, control_group, self._settings)
         if self._lease is not None:
             self.reducer.on_failure = self._lease.spoil
-        alive = weakref.ref(self)
-        self.reducer.plan_changed = lambda: _note_rebuilt(alive)
         if group.size() == 1 and self._settings.reduction != "weighted":
             self.reducer.remove_hooks()
             self._is_active = False
         else:
             self._is_active = True
             guard.watch(self.reducer)
+        self._start_surface()
 
     @property
     def _state_group(self) -> Any:
@@ -224,52 +228,48 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     # ------------------------------------------------------------- forward
 
+    @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined, untyped-decorator]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; synchronise buffers before it where they are due, and watch its outputs for backward."""
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-        with self._inside_ddp_forward():
-            output = self.module(*inputs, **kwargs)
-        return self._post_forward(output)
+        return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
 
     @torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined, untyped-decorator]
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        self._before_forward()
         if self._is_active:
             self.reducer.settle()
-            self._synchronize_before_forward()
+        self._synchronize_before_forward()
         if self.device_ids:
-            moved, moved_kwargs = _to_kwargs(inputs, kwargs, self.device, False)
-            return moved[0], moved_kwargs[0]
-        return inputs, kwargs
+            moved, moved_kwargs = _to_kwargs(inputs, kwargs, self.device, self.use_side_stream_for_tensor_copies)
+            inputs, kwargs = moved[0], moved_kwargs[0]
+        return self._precision.cast_inputs(inputs, kwargs)
 
     @torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined, untyped-decorator]
     def _post_forward(self, output: Any) -> Any:
-        if self._is_active and torch.is_grad_enabled():
-            for tensor in find_tensors(output):
-                if tensor.requires_grad and not tensor.is_leaf:
-                    self.reducer.watch_output(tensor)
+        if self._sends_buffers_after_forward:
+            self._synchronize_buffers(0)
+        if torch.is_grad_enabled():
+            watched = [tensor for tensor in find_tensors(output) if tensor.requires_grad and not tensor.is_leaf]
+            if self._is_active:
+                self.reducer.prepare_for_backward(watched)
+            self._precision.watch_outputs(watched)
         return output
 
-    @contextlib.contextmanager
-    def _inside_ddp_forward(self) -> Iterator[None]:
-        """Tell Dynamo which module's buckets to split its graph at."""
-        before = DistributedDataParallel._active_ddp_module
-        DistributedDataParallel._active_ddp_module = self
-        try:
-            yield
-        finally:
-            DistributedDataParallel._active_ddp_module = before
-
     def _synchronize_before_forward(self) -> None:
+        self._sends_buffers_after_forward = False
         if not (self.training and torch.is_grad_enabled()):
             return
         sends_buffers = self.will_sync_module_buffers()
         source = 0
-        if self._join_config.enable:
+        if self._join_config.enable and self._is_active:
             Join.notify_join_context(self)
             mine = Announcement(self.reducer.rank, self.reducer.synchronizes, sends_buffers)
             source = announce(self, mine).source
-        if sends_buffers:
-            self._broadcast_buffers(source)
+        if sends_buffers and self._buffers_wait_for_forward():
+            self._sends_buffers_after_forward = True
+        elif sends_buffers:
+            self._synchronize_buffers(source)
         self._count_forward()
 
     def _count_forward(self) -> None:
@@ -296,6 +296,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """
         if not (self.forward_sync_buffers and self.require_forward_param_sync and self._watch.buffers()):
             return False
+        if not self._is_active:
+            return hasattr(self, "buffer_hook")
         self._look_at_window()
         if self.reducer.synchronizes:
             return not self._unsynced_forward_in_window
@@ -309,12 +311,15 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         tensors; otherwise they are overwritten in place, so that other references to them stay valid.
         """
         buffers = list(self._watch.buffers().values())
-        received = broadcast_tensors(self._state_group, buffers, source)
+        shapes = buffers
+        if not self.reducer.has_equal_buffers:
+            shapes = shapes_of_rank(self.reducer.control_group, self._watch.buffers(), source)
+        received = broadcast_tensors(self._state_group, shapes, source)
         if self.reducer.rank == source:
             return
         self._look_at_window()
         for old, new in zip(buffers, received, strict=True):
-            if self._forwards_since_backward:
+            if self._forwards_since_backward or old.shape != new.shape or old.dtype != new.dtype:
                 self._watch.replace_buffer(old, new)
             else:
                 old.copy_(new)
@@ -421,12 +426,15 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             ValueError: it is no function of (state, bucket).
             RuntimeError: there is a hook already.
         """
-        check_hook(hook)
-        if self._comm_hooks:
-            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        self._check_comm_hook(hook)
+        self._claim_hook()
         self._comm_hooks.append((hook, state))
-        timeout = group_timeout(self.process_group, self.device)
-        self.reducer.use_hook(HookedCollective(state, hook, timeout, self.reducer.rank))
+        self._logging.comm_hook = str(getattr(hook, "__qualname__", hook))
+        self._reduce_with(state, hook)
+        self._activate()
+
+    def _activate(self) -> None:
+        """Run passes even if this is the only rank."""
         if not self._is_active:
             self.reducer._register_hooks()
             self._is_active = True
@@ -449,6 +457,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def join_hook(self, **kwargs: Any) -> DDPJoinHook:
         """Return what torch's ``Join`` calls on a rank that has run out of batches."""
+        self._logging.has_joined = True
         return DDPJoinHook(self, hook_arguments(kwargs))
 
     @property
@@ -513,21 +522,16 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             "_join_config",
             "training",
             "_comm_hooks",
+            "_precision",
+            "_in_backward",
+            "_buffer_futures",
+            "logger",
         }
         return {
             name: value
             for name, value in self.__dict__.items()
             if name not in left_out and name not in _MODULE_INTERNALS
         }
-
-    @classmethod
-    def _get_active_ddp_module(cls) -> "DistributedDataParallel | None":  # type: ignore[override]
-        return DistributedDataParallel._active_ddp_module
-
-    @property
-    def bucket_bytes_cap(self) -> int:  # type: ignore[override]
-        """Size limit of the ordinary buckets in bytes."""
-        return int(self._settings.caps_bytes[-1])
 
 
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__)
@@ -547,9 +551,3 @@ def _index(device: Any) -> int:
         return device
     index = torch.device(device).index
     return torch.cuda.current_device() if index is None else index
-
-
-def _note_rebuilt(ddp: "Callable[[], DistributedDataParallel | None]") -> None:
-    alive = ddp()
-    if alive is not None:
-        alive._has_rebuilt_buckets = True

@@ -6,18 +6,13 @@ gradients of several parameters. *Ready*: a parameter whose last contribution in
 
     backward starts      -> _begin_pass       first output hook or gradient hook; queues the end-of-backward callback
     a gradient arrives   -> _on_gradient      counts; launches the buckets that are complete, in index order
-    backward ends        -> _end_of_backward  launches the rest, waits, reads the control words,
-                                              fetches late contributions, points param.grad at the result
+    backward ends        -> end_backward      launches the rest; then all wait, read the control words,
+                            finish_backward   fetches late contributions, points param.grad at the result
 
 [Note: Launch order] Buckets are launched in index order on every rank, whatever order they become ready
 in; otherwise ranks would pair different buckets in one collective. The last bucket is always launched by
 the end-of-backward callback: its gradients are the last to arrive anyway, and only then are the control
 words known.
-
-[Note: End of backward] Only autograd knows when a backward is over, so the waiting is done by a callback
-queued on it. It is queued once a pass, as early as possible: from the hook on the output it lands on the
-outermost backward even when reentrant checkpoints run backwards inside. Autograd owns the callback; one
-that dies without being called tells that the backward raised (``_on_abandoned``).
 
 [Note: One mutator] State changes only in gradient hooks and in the callback, which autograd runs one at
 a time as long as all parameters sit on one device; works are waited on and never change state.
@@ -39,6 +34,7 @@ is reset.
 """
 
 import contextlib
+import itertools
 import json
 import threading
 import weakref
@@ -48,7 +44,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import Variable
 
 from gradsync.comm.groups import Group, broadcast_tensors, exchange_text
 from gradsync.ddp.backward import is_accumulating
@@ -64,8 +59,11 @@ from gradsync.ddp.control import (
     split_weight,
     write_words,
 )
+from gradsync.ddp.end_of_backward import Attendance, attend
+from gradsync.ddp.ownership import claim, owns
 from gradsync.ddp.plan import Plan, make_plan, parameter_spec
 from gradsync.ddp.readiness import Readiness
+from gradsync.ddp.reducer_surface import ReducerSurface
 from gradsync.ddp.replicas import describe_parameters, first_difference
 from gradsync.ddp.rounds import reduce_newcomers, reduce_sparse
 from gradsync.ddp.settings import Reduction, Settings
@@ -73,9 +71,10 @@ from gradsync.ddp.watch import ModuleWatch
 from gradsync.errors import ContractError, ReducerFailedError
 
 NamedParameter = tuple[str, nn.Parameter]
+_serials = itertools.count()
 
 
-class Reducer:
+class Reducer(ReducerSurface):
     """Synchronises the gradients of one module; see the module's docstring for the order of events.
 
     ``group`` carries the buckets, ``control_group`` (CPU tensors) everything else; they may be one.
@@ -86,6 +85,7 @@ class Reducer:
         self.group = group
         self.control_group = control_group
         self.settings = settings
+        self.serial = next(_serials)
         self.rank: int = group.rank()
         self.world_size: int = group.size()
         self.synchronizes = True
@@ -93,40 +93,72 @@ class Reducer:
         self.num_passes = 0
         self.num_backwards = 0
         self.gradient_weight = 0.0
+        self.has_equal_buffers = True
         self.hook: HookedCollective | None = None
-        self.plan_changed: Callable[[], None] = lambda: None
         self.on_failure: Callable[[], object] = lambda: None
+        self.backward_over: Callable[[], object] = lambda: None
+        """Called first when a backward that began a pass is over."""
+        self.pass_done: Callable[[], object] = lambda: None
+        """Called when the gradients of a pass of this rank's own are in place."""
+        self.last_words: ControlWords | None = None
         self.failure: str | None = None
-        self._pass: weakref.ref[_EndOfBackward] | None = None
+        self._pass: weakref.ref[Attendance] | None = None
         self._is_open = False
         self._is_complete = False
         self._forward_thread = threading.get_ident()
         self._handles: list[Any] = []
+        self._is_detached = False
         self._change: list[NamedParameter] | None = None
         self.parameters: list[nn.Parameter] = []
-        self.touched, self.synced = bytearray(), bytearray()
-        self._install(watch.trainable())
+        self.buckets: list[Bucket] = []
+        self.sparse_results: dict[int, torch.Tensor] = {}
+        self.touched = bytearray()
+        claim(self, [p for _, p in watch.trainable()])
+        self._install(self._owned())
 
     # ------------------------------------------------------------------ plan
 
     def _install(self, named: list[NamedParameter]) -> None:
         """Take these parameters as the ones to synchronise, and plan their buckets anew."""
         touched_before = {id(p) for p, t in zip(self.parameters, self.touched, strict=True) if t}
-        synced_before = {id(p) for p, s in zip(self.parameters, self.synced, strict=True) if s}
+        results = self._results()
         self.names = [name for name, _ in named]
         self.parameters = [p for _, p in named]
         sparse = self.watch.sparse_names()
         self.specs = [parameter_spec(name, local_tensor(p), name in sparse) for name, p in named]
         self.touched = bytearray(id(p) in touched_before for p in self.parameters)
-        self.synced = bytearray(id(p) in synced_before for p in self.parameters)
+        self.sparse_results = {}
         self._carried: dict[int, torch.Tensor] = {}
         self.watch.accept()
         self._register_hooks()
         self.readiness = Readiness(len(named))
-        self._is_order_agreed = False
-        self._use_plan(make_plan(self.specs, reversed(range(len(named))), self.settings.caps_bytes))
+        self.is_order_agreed = False
+        self._use_plan(make_plan(self.specs, reversed(range(len(named))), self.settings.caps_bytes), results)
 
-    def _use_plan(self, plan: Plan) -> None:
+    def _owned(self) -> list[NamedParameter]:
+        """Return the trainable parameters that no later wrapper has taken over."""
+        return [(name, p) for name, p in self.watch.trainable() if owns(self, p)]
+
+    def review_ownership(self) -> None:
+        """Plan anew if another wrapper has taken some of the parameters over, or has given them back."""
+        owned = self._owned()
+        if [id(p) for _, p in owned] != [id(p) for p in self.parameters]:
+            self._install(owned)
+
+    def _results(self) -> dict[int, torch.Tensor]:
+        """Return the gradients that are the result of a pass, by the parameter's id."""
+        return {id(p): view for bucket in self.buckets for p, view in bucket.results()}
+
+    def holds_result(self, index: int) -> bool:
+        """Whether the parameter's gradient is what a pass left there, and all ranks have the same."""
+        number = self.bucket_of[index]
+        if number < 0:
+            grad = self.parameters[index].grad
+            return grad is not None and self.sparse_results.get(index) is grad
+        return self.buckets[number].holds_result(index)
+
+    def _use_plan(self, plan: Plan, results: dict[int, torch.Tensor]) -> None:
+        """Make the buckets of a plan, and move the gradients of the last pass into their memory."""
         self.plan = plan
         self.bucket_of = plan.bucket_of
         digest = zlib.crc32(repr([(b.indices, str(b.dtype)) for b in plan.buckets] + [plan.sparse]).encode())
@@ -148,6 +180,8 @@ class Reducer:
             )
             for number, bucket_plan in enumerate(plan.buckets)
         ]
+        for bucket in self.buckets:
+            bucket.adopt(results)
 
     def _register_hooks(self) -> None:
         self.remove_hooks()
@@ -159,16 +193,29 @@ class Reducer:
             if self.settings.reduction is not Reduction.MEAN:
                 self._handles.append(parameter.register_hook(_carry_hook(reducer, index)))  # type: ignore[no-untyped-call]
 
+    def detach(self) -> None:
+        """Synchronise no gradient any more."""
+        self.remove_hooks()
+        self._is_detached = True
+
     def remove_hooks(self) -> None:
         """Leave the parameters as they were before wrapping."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
+    def inherit(self, other: "Reducer") -> None:
+        """Remember which gradients another reducer of the same module has left unsynchronised."""
+        touched = {id(p) for p, is_touched in zip(other.parameters, other.touched, strict=True) if is_touched}
+        self.touched = bytearray(id(p) in touched for p in self.parameters)
+        for bucket in self.buckets:
+            bucket.adopt(other._results())
+        self.synchronizes = other.synchronizes
+
     def use_hook(self, hook: HookedCollective) -> None:
         """Let a communication hook do the collectives of the buckets from now on."""
         self.hook = hook
-        self._use_plan(self.plan)
+        self._use_plan(self.plan, self._results())
 
     # ------------------------------------------------------------- the pass begins
 
@@ -178,6 +225,8 @@ class Reducer:
         A hook and not an autograd function: a function over several outputs would turn outputs that the
         loss left out into zero gradients.
         """
+        if self._is_detached:
+            return
         reducer = weakref.ref(self)
 
         def output_hook(_: torch.Tensor) -> None:
@@ -210,16 +259,13 @@ class Reducer:
         if not self.synchronizes:
             return False
         self.settle()
-        callback = _EndOfBackward(self)
-        Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
         self._open_pass()
-        reducer = weakref.ref(self)
-        self._pass = weakref.ref(callback, lambda _: _abandon(reducer))
+        self._pass = attend(self)
         return True
 
     def _open_pass(self) -> None:
         if self.watch.has_changed():
-            self._change = self.watch.trainable()
+            self._change = self._owned()
         self.readiness.start_pass()
         for bucket, waiting in zip(self.buckets, self.readiness.num_awaited(self.plan), strict=True):
             bucket.start_pass(waiting)
@@ -280,9 +326,11 @@ class Reducer:
     @property
     def contribution_scale(self) -> float:
         """What this rank multiplies its gradients by before the sum."""
-        if self.hook is not None or self.settings.reduction is not Reduction.MEAN:
-            return 1.0
-        return 1.0 / self.world_size
+        return 1.0 / self.world_size if self._takes_mean else 1.0
+
+    @property
+    def _takes_mean(self) -> bool:
+        return self.settings.reduction is Reduction.MEAN and (self.hook is None or not self.hook.divides)
 
     def _put_carried_aside(self, bucket: Bucket) -> None:
         if self.settings.reduction is Reduction.MEAN:
@@ -294,10 +342,9 @@ class Reducer:
     def carry(self, index: int) -> None:
         """Before anything is added to a gradient that is already a sum over all ranks, put that sum aside."""
         parameter = self.parameters[index]
-        if self.synced[index] and parameter.grad is not None:
+        if parameter.grad is not None and self.holds_result(index):
             self._carried[index] = parameter.grad
             parameter.grad = None
-        self.synced[index] = 0
 
     def take_carried(self, index: int) -> torch.Tensor | None:
         """Return the sum that was put aside for this parameter, if any; it is the caller's from now on."""
@@ -305,13 +352,20 @@ class Reducer:
 
     # ------------------------------------------------------------- backward ends
 
-    def _end_of_backward(self) -> None:
+    def end_backward(self) -> bool:
+        """Launch what is left; returns whether this was a pass at all (``torch.autograd.grad`` is none)."""
         self._pass = None
+        self.backward_over()
         if not any(self._counts) and not is_accumulating(self._forward_thread):
-            self._is_open = False  # torch.autograd.grad: nothing was launched, nothing accumulated
-            return
+            self._is_open = False
+            return False
         self._launch_rest(RankState.TRAINING)
+        return True
+
+    def finish_backward(self) -> None:
+        """Wait for the pass, and make its result the gradients."""
         self._finish(learns=True)
+        self.pass_done()
 
     def _launch_rest(self, state: RankState) -> None:
         for bucket in self.buckets[self._cursor : -1]:
@@ -339,6 +393,7 @@ class Reducer:
             pass_number=self.num_passes % WORD_LIMIT,
             plan_digest=self._plan_digest,
             change_digest=self._change_digest(),
+            buffer_digest=self._buffer_digest(),
             weight_high=high,
             weight_low=low,
         )
@@ -352,6 +407,13 @@ class Reducer:
             return list(range(len(self.specs)))
         return [index for index, touched in enumerate(self.touched) if touched and index not in missing]
 
+    def _buffer_digest(self) -> int:
+        buffers = self.watch.buffers()
+        if not buffers:
+            return 0
+        facts = [(name, tuple(b.shape), str(b.dtype)) for name, b in buffers.items()]
+        return zlib.crc32(repr(facts).encode()) % WORD_LIMIT
+
     def _change_digest(self) -> int:
         if self._change is None:
             return 0
@@ -364,6 +426,8 @@ class Reducer:
             with _phase("ddp::wait"):
                 words = self._wait()
             self._check(words)
+            self.has_equal_buffers = len({slot.buffer_digest for slot in words.slots}) == 1
+            self.last_words = words
             self._add_late(words)
             self._divide(words)
             self._write_back(words)
@@ -471,12 +535,12 @@ class Reducer:
         if self.settings.reduction is Reduction.WEIGHTED:
             total = words.total_weight
             if not total > 0:
-                raise ReducerFailedError(
+                raise ContractError(
                     f"rank {self.rank}: reduction='weighted' needs a gradient weight, but the ranks' weights add up "
                     f"to {total}; call add_gradient_weight(number of tokens or samples) before each backward"
                 )
             return 1.0 / total
-        if self.divides_by_active_ranks and self.hook is None and self.settings.reduction is Reduction.MEAN:
+        if self.divides_by_active_ranks and self._takes_mean:
             return self.world_size / max(words.num_training, 1)
         return 1.0
 
@@ -493,7 +557,6 @@ class Reducer:
                     bucket.keep(index, carried)
             bucket.write_back(None if all_used else [words.used[i] > 0 for i in bucket.plan.indices])
         self.touched = bytearray(len(self.touched))
-        self.synced = bytearray(b"\1" * len(self.synced))
 
     # ------------------------------------------------------------- between passes
 
@@ -501,22 +564,22 @@ class Reducer:
         """Take this pass as the expectation for the next; after the first one, agree on rank 0's ready order."""
         if not joined:
             self.readiness.learn(self._late)
-        if self._is_order_agreed:
+        if self.is_order_agreed:
             return
-        self._is_order_agreed = True
+        self.is_order_agreed = True
         mine = torch.tensor(self.readiness.ready_order(), dtype=torch.int64)
         agreed = broadcast_tensors(self.control_group, [mine], source=0)[0].tolist()
         plan = make_plan(self.specs, agreed, self.settings.caps_bytes)
         if plan.buckets != self.plan.buckets:
-            self._use_plan(plan)
-            self.plan_changed()
+            self._use_plan(plan, self._results())
 
     def _take_change(self) -> None:
         """Adopt another set of trainable parameters, which is the same on all ranks (see ``_check_change``)."""
         assert self._change is not None
+        known = {id(p) for p in self.parameters}
+        claim(self, [p for _, p in self._change if id(p) not in known])
         reduce_newcomers(self, self._change)
         self._install(self._change)
-        self.plan_changed()
 
     def _fail(self, error: BaseException) -> None:
         if self.failure is None:
@@ -528,16 +591,24 @@ class Reducer:
         self.failure = None
         self._pass = None
         self._is_open = False
-        self._install(self.watch.trainable())
+        self._install(self._owned())
 
     # ------------------------------------------------------------- passes without a backward
 
     def synchronize(self) -> None:
         """Reduce what has accumulated so far, as the end of a backward would."""
         self.settle()
+        self._touch_foreign_gradients()
         self._open_pass()
         self._launch_rest(RankState.TRAINING)
         self._finish()
+        self.pass_done()
+
+    def _touch_foreign_gradients(self) -> None:
+        """Gradients that the user has set are to be synchronised like accumulated ones."""
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is not None and not self.holds_result(index):
+                self.touched[index] = 1
 
     def shadow_pass(self) -> None:
         """Take part in a pass of the other ranks with nothing to contribute but what was left unsynchronised."""
@@ -549,7 +620,15 @@ class Reducer:
         self._launch_rest(RankState.JOINED)
         self._finish(learns=True, joined=True)
         for parameter, grad in finished:
-            parameter.grad = grad
+            if parameter.grad is None:  # else the result of this pass, which a sharded optimizer may need
+                parameter.grad = grad
+
+    def abandon_backward(self) -> None:
+        """Take note that the backward raised; its exception is on its way, so none is raised here."""
+        try:
+            self._launch_abandoned()
+        except BaseException as error:
+            self._fail(error)
 
     def _launch_abandoned(self) -> None:
         """Launch what a backward that raised has left undone, so that the other ranks are not kept waiting.
@@ -594,16 +673,6 @@ def _phase(name: str) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-class _EndOfBackward:
-    """What autograd calls when backward is over; see [Note: End of backward]."""
-
-    def __init__(self, reducer: Reducer) -> None:
-        self._reducer = reducer
-
-    def __call__(self) -> None:
-        self._reducer._end_of_backward()
-
-
 def _gradient_hook(reducer: "weakref.ref[Reducer]", index: int) -> Callable[[torch.Tensor], None]:
     def hook(_: torch.Tensor) -> None:
         alive = reducer()
@@ -616,19 +685,10 @@ def _gradient_hook(reducer: "weakref.ref[Reducer]", index: int) -> Callable[[tor
 def _carry_hook(reducer: "weakref.ref[Reducer]", index: int) -> Callable[[torch.Tensor], None]:
     def hook(_: torch.Tensor) -> None:
         alive = reducer()
-        if alive is not None and alive.synced[index]:
+        if alive is not None:
             alive.carry(index)
 
     return hook
-
-
-def _abandon(reducer: "weakref.ref[Reducer]") -> None:
-    alive = reducer()
-    if alive is not None:
-        try:
-            alive._launch_abandoned()
-        except BaseException as error:  # the exception that ended the backward is on its way already
-            alive._fail(error)
 
 
 def _numbers(ranks: Sequence[int]) -> str:

@@ -111,6 +111,30 @@ def broadcast_state(group: Group, tensors: Sequence[torch.Tensor], source: int, 
             mine.copy_(new)
 
 
+def shapes_of_rank(group: Group, buffers: dict[str, torch.Tensor], source: int) -> list[torch.Tensor]:
+    """Return tensors of the shapes and dtypes that the buffers have on rank ``source``; collective.
+
+    Raises:
+        ContractError: on all ranks, if some rank has buffers of other names.
+    """
+    facts = [[name, "buffer", [list(b.shape), str(b.dtype).removeprefix("torch.")]] for name, b in buffers.items()]
+    everyone = exchange_text(group, json.dumps(facts), torch.device("cpu"))
+    described: list[Description] = [json.loads(text) for text in everyone]
+    if any([f[0] for f in theirs] != [f[0] for f in described[source]] for theirs in described):
+        names = [json.dumps([[name, "buffer", None] for name, *_ in theirs]) for theirs in described]
+        raise ContractError(
+            f"rank {group.rank()}: the ranks no longer have the same buffers: {first_difference(names)}; "
+            f"add and remove buffers on all ranks alike"
+        )
+    mine = list(buffers.values())
+    if group.rank() == source:
+        return mine
+    return [
+        torch.empty(shape, dtype=getattr(torch, dtype), device=b.device)
+        for (_, _, (shape, dtype)), b in zip(described[source], mine, strict=True)
+    ]
+
+
 def verify(group: Group, named: Sequence[tuple[str, torch.Tensor]], rank: int, device: torch.device) -> None:
     """Compare the values of the tensors bit by bit with those of the other ranks; collective.
 
@@ -127,8 +151,8 @@ def verify(group: Group, named: Sequence[tuple[str, torch.Tensor]], rank: int, d
             raise ContractError(
                 f"rank {rank}: the replicas differ: {name!r} has other values on rank(s) "
                 f"{', '.join(map(str, different))} than on rank 0; "
-                f"something changed it on one rank alone (an unsynchronised step, a parameter added with random values, or a "
-                f"broken memory); sync_parameters() on all ranks gives them rank 0's values"
+                f"something changed it on one rank alone (an unsynchronised step, a parameter added with random "
+                f"values, or a broken memory); sync_parameters() on all ranks gives them rank 0's values"
             )
 
 

@@ -65,6 +65,7 @@ def reduce_sparse(reducer: "Reducer", words: ControlWords) -> None:
         carried = reducer.take_carried(index)
         if carried is not None:
             parameter.grad = parameter.grad + carried
+        reducer.sparse_results[index] = parameter.grad
 
 
 def _exchange_kinds(group: Group, grad: torch.Tensor | None) -> tuple[list[int], list[int]]:

@@ -34,7 +34,7 @@ _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 # name: (layers, heads, width, context, vocabulary)
 _PRESETS = {
-    "tiny": (4, 4, 128, 128, _BYTE_VOCAB),
+    "tiny": (4, 5, 160, 128, _BYTE_VOCAB),
     "small": (4, 4, 256, 256, _BYTE_VOCAB),
     "gpt2": (12, 12, 768, 1024, _GPT2_VOCAB),
     "gpt2-medium": (24, 16, 1024, 1024, _GPT2_VOCAB),

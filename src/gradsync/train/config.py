@@ -42,7 +42,7 @@ class TrainConfig:
     preset: PresetName = _option(
         "tiny", "model and recipe that give the defaults of the other options", "run", fixed=True
     )
-    steps: int = _option(1200, "optimizer steps of the whole run", "run", fixed=True, at_least=1)
+    steps: int = _option(1000, "optimizer steps of the whole run", "run", fixed=True, at_least=1)
     seed: int = _option(1337, "seed of weights, dropout and the order of the data", "run", fixed=True, at_least=0)
     resume: bool = _option(False, "continue the run folder from its newest intact checkpoint", "run", per_start=True)
     stop_after: int | None = _option(
