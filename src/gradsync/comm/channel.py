@@ -6,6 +6,7 @@ time-out nobody can know what peers have done with the memory they share.
 """
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from time import monotonic
 
@@ -25,7 +26,9 @@ from gradsync.comm.wire import (
 )
 from gradsync.errors import BackendError
 
-STAGE_BYTES = 4 * 1024 * 1024  # how much of a foreign tensor is copied into the segment at a time; twice that is used
+STAGE_BYTES = (
+    4 * 1024 * 1024
+)  # how much of a foreign tensor is copied into the segment at a time; twice that is used
 
 
 class Channel:
@@ -47,6 +50,8 @@ class Channel:
         self.memory = memory
         self.scratch: Bytes = np.empty(CHUNK_BYTES, dtype=np.uint8)
         self.failure: BackendError | None = None
+        self._failure_lock = threading.Lock()
+        self.wires = [wire]  # all that are told of a failure
         self._global_ranks = list(global_ranks)
         self._stage: int | None = None
 
@@ -77,15 +82,26 @@ class Channel:
     def guard(self, what: str) -> Iterator[None]:
         """Turn whatever goes wrong inside into one clear error, for this rank and all others."""
         if self.failure is not None:
-            raise BackendError(f"{what} cannot run: the group has failed before: {self.failure}") from self.failure
+            raise BackendError(
+                f"{what} cannot run: the group has failed before: {self.failure}"
+            ) from self.failure
         try:
             yield
         except BaseException as error:
-            self.failure = self._explain(what, error)
-            self.wire.abort(str(self.failure))
+            failure = self.fail(what, error)
             if isinstance(error, Exception):
-                raise self.failure from error
+                raise failure from error
             raise
+
+    def fail(self, what: str, error: BaseException) -> BackendError:
+        """End the group because of ``error``; returns the failure, which is another one if it came first."""
+        with self._failure_lock:
+            if self.failure is None:
+                self.failure = self._explain(what, error)
+            failure = self.failure
+        for wire in self.wires:
+            wire.abort(str(failure))
+        return failure
 
     def _explain(self, what: str, error: BaseException) -> BackendError:
         me = self.name_of([self.rank])
@@ -118,8 +134,14 @@ class Channel:
     def close(self) -> None:
         """Give everything back that is not in use by a tensor."""
         self.failure = self.failure or BackendError("the group was destroyed")
-        self.wire.close()
+        for wire in self.wires:
+            wire.close()
         self.memory.clear()
+
+    def say_goodbye(self) -> None:
+        """Leave in peace: peers that still wait for this rank fail, others go on."""
+        for wire in self.wires:
+            wire.goodbye()
 
 
 OPERATIONS = (

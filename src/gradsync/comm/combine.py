@@ -172,14 +172,18 @@ _KERNELS: dict[tuple[Reduction, torch.dtype], Kernel] = {}
 
 def _check(reduction: Reduction, dtype: torch.dtype) -> None:
     if dtype not in _NUMPY_DTYPES and dtype not in _TORCH_DTYPES:
-        raise ConfigError(f"tensors of {dtype} can be copied between ranks but not reduced ({reduction.name})")
+        raise ConfigError(
+            f"tensors of {dtype} can be copied between ranks but not reduced ({reduction.name})"
+        )
     is_fractional = dtype.is_floating_point or dtype.is_complex
     if reduction in _BITWISE and is_fractional:
         raise ConfigError(f"ReduceOp.{reduction.name} works on integers and bools only, not on {dtype}")
     if reduction is Reduction.AVG and not is_fractional:
         raise ConfigError(f"ReduceOp.AVG of {dtype} would lose the fraction; use SUM and divide")
     if reduction in _ORDERED and dtype.is_complex:
-        raise ConfigError(f"ReduceOp.{reduction.name} of {dtype} is not defined: complex numbers have no order")
+        raise ConfigError(
+            f"ReduceOp.{reduction.name} of {dtype} is not defined: complex numbers have no order"
+        )
 
 
 def reduce_parts(kernel: Kernel, parts: Sequence[Bytes], targets: Sequence[Bytes], scratch: Bytes) -> None:

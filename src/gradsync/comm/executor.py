@@ -16,14 +16,12 @@ Knows nothing of tensors, sockets and ranks.
 import threading
 from collections import deque
 from collections.abc import Callable
-from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-import torch.distributed as dist
 from torch.futures import Future
 
-from gradsync.errors import BackendError
+from gradsync.comm.work import PythonWork
 
 _JOIN_S = 10.0
 
@@ -40,34 +38,15 @@ class Operation(Protocol):
         """Do the rest, waiting for peers as needed."""
 
 
-class Work(dist.Work):
-    """What the caller of an asynchronous operation holds."""
+class Work(PythonWork):
+    """An operation in the queue of an executor."""
 
     def __init__(self, executor: "Executor", operation: Operation, result: Any) -> None:
-        super().__init__()
+        super().__init__(operation.name, result)
         self.operation = operation
         self.is_started = False
-        self.is_finished = False
-        self.error: BaseException | None = None
+        self.is_run = False  # no longer in the queue
         self._executor = executor
-        self._result = result
-        self._done = threading.Lock()
-        self._done.acquire()
-        self.source_future: Future[Any] | None = None  # completed by the executor, exactly once
-        self.future: Future[Any] | None = None  # what the caller sees of it
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the operation is complete.
-
-        Raises:
-            BackendError: the operation failed, or is not complete after ``timeout`` (then it goes on).
-        """
-        if not self.is_finished:
-            limit_s = timeout.total_seconds() if timeout is not None else 0.0
-            self._executor.wait(self, limit_s if limit_s > 0 else None)
-        if self.error is not None:
-            raise self.error
-        return True
 
     def is_completed(self) -> bool:
         """Whether the operation is over, well or badly."""
@@ -75,43 +54,15 @@ class Work(dist.Work):
             self._executor.attend()
         return self.is_finished
 
-    def is_success(self) -> bool:
-        """Whether the operation has ended well."""
-        return self.is_finished and self.error is None
-
-    def exception(self) -> BaseException | None:
-        """Why the operation failed, if it did."""
-        return self.error
-
-    def result(self) -> Any:
-        """The tensors that the operation writes."""
-        return self._result
-
-    def synchronize(self) -> None:
-        """The same as ``wait``: on a CPU there is no stream that could run ahead."""
-        self.wait()
-
     def get_future(self) -> "Future[Any]":
         """A future of the result; its callbacks run on a thread of the group."""
-        return self._executor.future_of(self)
+        future = super().get_future()
+        if not self.is_finished:
+            self._executor.attend()
+        return future
 
-    # -- for the executor
-
-    def run(self) -> None:
-        """Run the operation to its end."""
-        try:
-            self.operation.finish()
-        except BaseException as error:
-            self.error = error
-        self.is_finished = True
-        self._done.release()
-
-    def sleep(self, limit_s: float | None) -> bool:
-        """Sleep until the operation is over; False if it is not after ``limit_s``."""
-        is_over = self._done.acquire(timeout=-1 if limit_s is None else limit_s)
-        if is_over:
-            self._done.release()  # for the next one who waits
-        return is_over
+    def _wait(self, limit_s: float | None) -> None:
+        self._executor.wait(self, limit_s)
 
 
 class Executor:
@@ -123,7 +74,9 @@ class Executor:
         self._lock = threading.Lock()  # guards everything but the run of an operation; taken after the turn
         self._turn = threading.Lock()
         self._num_unstarted = 0
-        self._is_served = False  # a thread is on its way through the queue and will not overlook anything in it
+        self._is_served = (
+            False  # a thread is on its way through the queue and will not overlook anything in it
+        )
         self._num_idle = 0
         self._calls: SimpleQueue[bool] = SimpleQueue()  # to idle threads: look at the queue, or end
         self._threads: list[threading.Thread] = []
@@ -150,38 +103,25 @@ class Executor:
             self._run_up_to(work)
         if not work.is_finished:
             self.attend()
-            if not work.sleep(limit_s):
-                raise BackendError(
-                    f"{work.operation.name} is not complete after the {limit_s:g} s that its caller gave it; "
-                    "it goes on until the timeout of its group"
-                )
+            work.sleep(limit_s)
 
     def attend(self) -> None:
         """See that a thread serves the queue."""
         with self._lock:
             self._attend()
 
-    def future_of(self, work: Work) -> "Future[Any]":
-        """The future of a work."""
-        with self._lock:
-            if work.future is None:
-                work.source_future = Future()
-                work.future = work.source_future.then(_outcome)
-            future = work.future
-            if not work.is_finished:
-                self._attend()
-        if work.is_finished:
-            self._resolve(work)
-        return future
-
     def close(self) -> None:
         """End the threads. What is still in the queue has to fail by itself by now."""
+        outcomes = []
         with self._turn:
             while self._queue:
-                self._run_head()
+                outcomes.append(self._run_head())
         with self._lock:
             self._is_closed = True
             threads, self._threads = self._threads, []
+        for work, error in outcomes:
+            work.complete(error)
+            work.resolve()
         for _ in threads:
             self._calls.put(False)
         for thread in threads:
@@ -189,29 +129,31 @@ class Executor:
                 thread.join(_JOIN_S)
 
     def _run_up_to(self, work: Work) -> None:
-        finished = []
+        outcomes = []
         try:
-            while not work.is_finished:
-                finished.append(self._run_head())
+            while not work.is_run:
+                outcomes.append(self._run_head())
         finally:
             self._turn.release()
-        for each in finished:
-            self._resolve(each)
+        for each, error in outcomes:
+            each.complete(error)
+            each.resolve()
 
-    def _run_head(self) -> Work:
-        """Run the head of the queue. The caller has the turn."""
-        work = self._queue[0]
-        work.run()
+    def _run_head(self) -> tuple[Work, BaseException | None]:
+        """Run the head of the queue. The caller has the turn; once it has passed it on it completes the work.
+
+        In this order: who waits for the work and then issues another one finds the queue free.
+        """
+        work, error = self._queue[0], None
+        try:
+            work.operation.finish()
+        except BaseException as caught:
+            error = caught
         with self._lock:
             self._queue.popleft()
+            work.is_run = True
             self._num_unstarted -= not work.is_started
-        return work
-
-    def _resolve(self, work: Work) -> None:
-        with self._lock:
-            future, work.source_future = work.source_future, None
-        if future is not None:
-            future.set_result((work.error, work.result()))
+        return work, error
 
     def _attend(self) -> None:
         if self._is_served or self._is_closed:
@@ -240,8 +182,9 @@ class Executor:
                         self._is_served = False
                         self._num_idle += 1
                         return
-                work = self._run_head()
-            if work.future is not None and not self._run_callbacks(work):
+                work, error = self._run_head()
+            work.complete(error)
+            if work.has_future and not self._run_callbacks(work):
                 return
 
     def _run_callbacks(self, work: Work) -> bool:
@@ -250,18 +193,10 @@ class Executor:
             self._is_served = False
             if self._queue:
                 self._attend()
-        self._resolve(work)
+        work.resolve()
         with self._lock:
             if self._is_served or not self._queue:
                 self._num_idle += 1
                 return False
             self._is_served = True
             return True
-
-
-def _outcome(future: "Future[Any]") -> Any:
-    # An exception that is *set* on a torch future is invisible to C++ (torch's own reducer); a raised one is not.
-    error, result = future.value()
-    if error is not None:
-        raise error
-    return result

@@ -135,7 +135,9 @@ class PythonGroup(ProcessGroup):
         make = self._make_reduce(flat, root, op, timeout_s)
         return self._issue(make, [tensor], is_awaited, [(flat, tensor)])
 
-    def allgather(self, outputs: Any, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
+    def allgather(
+        self, outputs: Any, tensors: Any, opts: Any = None, timeout: timedelta | None = None
+    ) -> Work:
         """Give every rank the tensors of all, as a list."""
         tensor = self._single(tensors, "all_gather")
         rows = outputs[0] if outputs and isinstance(outputs[0], (list, tuple)) else outputs
@@ -233,12 +235,16 @@ class PythonGroup(ProcessGroup):
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def alltoall(self, outputs: Any, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
+    def alltoall(
+        self, outputs: Any, tensors: Any, opts: Any = None, timeout: timedelta | None = None
+    ) -> Work:
         """Send one tensor to each rank and receive one from each."""
         timeout_s, is_awaited = self._options(opts, timeout)
         for rows, what in ((outputs, "outputs"), (tensors, "inputs")):
             if len(rows) != self._num_ranks:
-                raise ConfigError(f"all_to_all needs one tensor a rank: {self._num_ranks} {what}, not {len(rows)}")
+                raise ConfigError(
+                    f"all_to_all needs one tensor a rank: {self._num_ranks} {what}, not {len(rows)}"
+                )
         flats = [self._writable(row) for row in outputs]
         make = self._make_all_to_all(flats, [self._readable(row) for row in tensors], timeout_s)
         return self._issue(make, list(outputs), is_awaited, list(zip(flats, outputs, strict=True)))
@@ -390,7 +396,11 @@ class PythonGroup(ProcessGroup):
 
     def _parts(self, flat: Tensor) -> list[Tensor]:
         """Equal parts of a contiguous tensor, one a rank."""
-        return list(flat.detach().reshape(-1).chunk(self._num_ranks)) if flat.numel() else [flat] * self._num_ranks
+        return (
+            list(flat.detach().reshape(-1).chunk(self._num_ranks))
+            if flat.numel()
+            else [flat] * self._num_ranks
+        )
 
     def _cut(self, flat: Tensor, sizes: Sequence[int], what: str) -> list[Tensor]:
         rows = flat.shape[0] if flat.dim() else 1
@@ -417,7 +427,9 @@ class PythonGroup(ProcessGroup):
 
     def _check_list(self, operation: str, what: str, tensors: Sequence[Tensor], part: Tensor) -> None:
         if len(tensors) != self._num_ranks:
-            raise ConfigError(f"{operation} needs {self._num_ranks} {what} tensors, one a rank, not {len(tensors)}")
+            raise ConfigError(
+                f"{operation} needs {self._num_ranks} {what} tensors, one a rank, not {len(tensors)}"
+            )
         for index, tensor in enumerate(tensors):
             if tensor.dtype != part.dtype or tensor.numel() != part.numel():
                 raise ConfigError(
@@ -501,4 +513,3 @@ def _padded(tensor: Tensor, length: int) -> Tensor:
 
 def _contiguous(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().clone(memory_format=torch.contiguous_format)
-

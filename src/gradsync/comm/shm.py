@@ -32,6 +32,7 @@ from gradsync.comm.shm_collectives import (
     SlicedAllReduce,
     StreamExchange,
 )
+from gradsync.comm.shm_messages import Messages, MessageWork
 from gradsync.comm.wire import EAGER_BYTES, Wire
 from gradsync.errors import BackendError
 
@@ -68,21 +69,31 @@ class ShmGroup(PythonGroup):
     backend_name = NAME
 
     def __init__(
-        self, store: Any, rank: int, global_ranks: Sequence[int], timeout: timedelta, reserve_bytes: int | None = None
+        self,
+        store: Any,
+        rank: int,
+        global_ranks: Sequence[int],
+        timeout: timedelta,
+        reserve_bytes: int | None = None,
     ) -> None:
         size = len(global_ranks)
         super().__init__(store, rank, size, timeout, _loopback_gloo(store, rank, size, timeout))
         segment = Segment(reserve_bytes or default_reserve_bytes(size))
         try:
-            meeting = meet(dist.PrefixStore("shm", store), rank, size, segment, timeout) if size > 1 else Meeting()
+            meeting = (
+                meet(dist.PrefixStore("shm", store), rank, size, segment, timeout) if size > 1 else Meeting()
+            )
         finally:
             segment.close_descriptor()
         wire = Wire(meeting.sockets, _SPIN_S if _has_core_for_each(size) else 0.0)
         self._channel = Channel(rank, global_ranks, wire, segment, meeting.memory)
+        message_wire = Wire(meeting.message_sockets, 0.0)
+        self._channel.wires.append(message_wire)
+        self._messages = Messages(self._channel, message_wire)
         self._eager_bytes = min(EAGER_BYTES, _EAGER_TOTAL_BYTES // max(size - 1, 1))
         # At the end of a process that does not destroy its groups (also one started by multiprocessing, which does
         # not run atexit): a goodbye, so that peers do not take it for a death.
-        self._finalizer = Finalize(self, self._channel.wire.goodbye, exitpriority=10)
+        self._finalizer = Finalize(self, self._channel.say_goodbye, exitpriority=10)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D tensor of zeros in the memory that the ranks share.
@@ -95,14 +106,40 @@ class ShmGroup(PythonGroup):
     def shutdown(self) -> None:
         """Leave the group; what is still running fails."""
         self._finalizer.cancel()
-        self._channel.wire.goodbye()
+        self._channel.say_goodbye()
         self.executor.close()
+        self._messages.close()
         self._channel.close()
 
     def abort(self) -> None:
         """Leave the group at once and make every peer fail."""
-        self._channel.wire.abort(f"{self._channel.name_of([self._own_rank])} has aborted the group")
+        who = self._channel.name_of([self._own_rank])
+        self._channel.fail("abort", BackendError(f"{who} has aborted the group"))
         self.shutdown()
+
+    # -- messages
+
+    def send(self, tensors: Any, peer: int, tag: int = 0) -> MessageWork:
+        """Send a tensor to a rank of the group."""
+        tensor = self._single(tensors, "send")
+        name = f"send to {self._channel.name_of([peer])} with tag {tag}"
+        data = self._channel.bytes_of(self._readable(tensor))
+        return self._messages.send(MessageWork(name, [tensor], data, peer, tag, self._timeout_s))
+
+    def recv(self, tensors: Any, peer: int | None, tag: int = 0) -> MessageWork:
+        """Receive a tensor from a rank of the group (None: from whichever sends first)."""
+        tensor = self._single(tensors, "recv")
+        flat = self._writable(tensor)
+        who = "any rank" if peer is None else self._channel.name_of([peer])
+        name = f"receive from {who} with tag {tag}"
+        work = MessageWork(name, [tensor], self._channel.bytes_of(flat), peer, tag, self._timeout_s)
+        if flat is not tensor:
+            work.after = lambda: _copy_back(flat, tensor)
+        return self._messages.receive(work)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> MessageWork:
+        """Receive a tensor from whichever rank sends first."""
+        return self.recv(tensors, None, tag)
 
     # -- what each operation exchanges
 
@@ -216,6 +253,11 @@ class ShmGroup(PythonGroup):
 
 
 _NO_BYTES: Bytes = np.empty(0, dtype=np.uint8)
+
+
+def _copy_back(flat: Tensor, tensor: Tensor) -> None:
+    with torch.no_grad():
+        tensor.copy_(flat)
 
 
 def _copy(source: Bytes, target: Bytes) -> None:

@@ -118,7 +118,9 @@ class EagerExchange(Collective):
 class _Outflow:
     """A publication on its way: piece by piece, two at a time, each piece free once all readers have taken it."""
 
-    def __init__(self, operation: "StreamExchange", publication: Publication, stage: int, piece_bytes: int) -> None:
+    def __init__(
+        self, operation: "StreamExchange", publication: Publication, stage: int, piece_bytes: int
+    ) -> None:
         self._operation = operation
         self._publication = publication
         self._segment = operation.channel.segment
@@ -127,7 +129,9 @@ class _Outflow:
         self._piece_bytes = piece_bytes
         self._sent = 0
         self._num_pieces = 0
-        self._untaken: deque[set[int]] = deque()  # of each piece that is out: the readers that have not taken it
+        self._untaken: deque[set[int]] = (
+            deque()
+        )  # of each piece that is out: the readers that have not taken it
 
     def advance(self) -> None:
         """Announce what can be announced now."""
@@ -138,7 +142,9 @@ class _Outflow:
             else:
                 length = min(self._piece_bytes, data.size - self._sent)
                 offset = self._stage + self._num_pieces % 2 * self._piece_bytes
-                np.copyto(self._segment.bytes[offset : offset + length], data[self._sent : self._sent + length])
+                np.copyto(
+                    self._segment.bytes[offset : offset + length], data[self._sent : self._sent + length]
+                )
             header = self._operation.header(Kind.PIECE, offset, length)
             for peer in self._publication.readers:
                 self._operation.wire.send(peer, header, b"", self._operation.deadline)

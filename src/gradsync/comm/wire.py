@@ -40,8 +40,9 @@ class Kind(IntEnum):
     PIECE = 2  # at this offset of my segment lie so many bytes for you
     TAKEN = 3  # I have read the oldest piece that you announced
     STEP = 4  # my part of this step is done; my next piece lies at this offset
-    ABORT = 5  # I have given up, for the reason in the payload
-    GOODBYE = 6  # I am leaving the group and have nothing more to say
+    OFFER = 5  # a message of so many bytes for you begins; its pieces follow
+    ABORT = 6  # I have given up, for the reason in the payload
+    GOODBYE = 7  # I am leaving the group and have nothing more to say
 
 
 class Packet(NamedTuple):
@@ -96,7 +97,9 @@ class Wire:
         self._gone: set[int] = set()  # left after a goodbye
         self._is_closed = False
         self._send_lock = threading.Lock()
-        self._alarm = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # wakes a waiting thread of this process
+        self._alarm = os.eventfd(
+            0, os.EFD_CLOEXEC | os.EFD_NONBLOCK
+        )  # wakes a waiting thread of this process
         self._poller = select.poll()
         self._poller.register(self._alarm, select.POLLIN)
         self._peer_of = {}
@@ -129,13 +132,9 @@ class Wire:
     def send(self, peer: int, header: bytes, payload: Any = b"", deadline: float | None = None) -> None:
         """Send, waiting for room if need be (see [Note: Never stuck in sending])."""
         while not self.try_send(peer, header, payload):
-            self._sleep([peer], deadline, room_for=peer)
+            self._sleep([peer], deadline, room_for=[peer])
 
     # -- receiving
-
-    def has_packet(self, peer: int) -> bool:
-        """Whether a packet of this peer has been taken in."""
-        return bool(self._inboxes[peer])
 
     def collect(self, peers: Sequence[int], deadline: float | None) -> list[bytes]:
         """Wait until every one of ``peers`` has sent a packet; take one of each, in the order of ``peers``.
@@ -161,6 +160,27 @@ class Wire:
                     return peer, self._inboxes[peer].popleft()
             self._wait(peers, deadline)
 
+    def pump(self, deadline: float | None, room_for: Iterable[int] = ()) -> None:
+        """Sleep until something has come, a peer of ``room_for`` has room, ``wake`` was called or the deadline passed.
+
+        For a thread that serves all peers at once; raises like ``collect``, but for the time-out.
+        """
+        with contextlib.suppress(WaitTimeoutError):
+            self._sleep([], deadline, room_for)
+
+    def wake(self) -> None:
+        """Let ``pump`` on another thread return."""
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._alarm, 1)
+
+    def take(self, peer: int) -> bytes | None:
+        """The oldest packet of a peer that was taken in and not yet handed out."""
+        return self._inboxes[peer].popleft() if self._inboxes[peer] else None
+
+    def has_left(self, peer: int) -> bool:
+        """Whether the peer has said goodbye."""
+        return peer in self._gone
+
     def _wait(self, peers: Sequence[int], deadline: float | None) -> None:
         """Take in at least one packet; ``peers`` are those that have to send one."""
         ready = self._poller.poll(0)
@@ -177,26 +197,28 @@ class Wire:
             if left:
                 raise PeerLostError(left, has_said_goodbye=True)
 
-    def _sleep(self, peers: Sequence[int], deadline: float | None, room_for: int | None = None) -> None:
+    def _sleep(self, peers: Sequence[int], deadline: float | None, room_for: Iterable[int] = ()) -> None:
         """Sleep until there is something to take in (or room to send), at most until the deadline."""
-        left_s = _LONGEST_SLEEP_S if deadline is None else deadline - monotonic()
+        left_s = _LONGEST_SLEEP_S if deadline is None else min(deadline - monotonic(), _LONGEST_SLEEP_S)
         if left_s <= 0:
             raise WaitTimeoutError(peers)
-        if room_for is None:
-            ready = self._poller.poll(min(left_s, _LONGEST_SLEEP_S) * 1000 + 1)
-        else:
-            connection = self._sockets[room_for]
+        crowded = [self._sockets[peer] for peer in room_for]
+        for connection in crowded:
             self._poller.modify(connection, select.POLLIN | select.POLLOUT)
-            try:
-                ready = self._poller.poll(min(left_s, _LONGEST_SLEEP_S) * 1000 + 1)
-            finally:
+        try:
+            ready = self._poller.poll(left_s * 1000 + 1)
+        finally:
+            for connection in crowded:
                 self._poller.modify(connection, select.POLLIN)
         self._take_in(ready)
 
     def _take_in(self, ready: list[tuple[int, int]]) -> None:
         for descriptor, events in ready:
             if descriptor == self._alarm:
-                raise WireClosedError
+                if self._is_closed:
+                    raise WireClosedError
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._alarm)
             if events & ~select.POLLOUT:
                 self._take_in_from(self._peer_of[descriptor])
 
@@ -255,8 +277,7 @@ class Wire:
                 connection.sendmsg((header, payload))
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._alarm, 1)
+        self.wake()
 
     def close(self) -> None:
         """Give the descriptors back; no thread may be waiting any more."""
