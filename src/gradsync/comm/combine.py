@@ -104,6 +104,10 @@ class Kernel(Protocol):
 class _NumpyKernel:
     def __init__(self, reduction: Reduction, dtype: torch.dtype) -> None:
         self._dtype = _NUMPY_DTYPES[dtype]
+        if dtype.is_complex and reduction in (Reduction.SUM, Reduction.AVG):
+            self._dtype = _NUMPY_DTYPES[
+                dtype.to_real()
+            ]  # the division of an average is then one of real numbers
         self._ufunc = _UFUNCS[reduction]
         self._is_average = reduction is Reduction.AVG
 
@@ -111,11 +115,11 @@ class _NumpyKernel:
         return raw.view(self._dtype)
 
     def combine(self, first: Any, second: Any, out: Any) -> None:
-        self._ufunc(first, second, out)
+        self._ufunc(first, second, out=out)
 
     def finish(self, out: Any, num_parts: int) -> None:
         if self._is_average:
-            np.true_divide(out, num_parts, out)
+            np.true_divide(out, num_parts, out=out)
 
     def copy(self, source: Any, target: Any) -> None:
         np.copyto(target, source)
@@ -193,13 +197,14 @@ def reduce_parts(kernel: Kernel, parts: Sequence[Bytes], targets: Sequence[Bytes
     targets get their copy while the chunk is in the cache. ``scratch`` is private memory of CHUNK_BYTES.
     """
     num_bytes = parts[0].size
-    for start in range(0, num_bytes, CHUNK_BYTES):
-        stop = min(start + CHUNK_BYTES, num_bytes)
-        typed = [kernel.typed(part[start:stop]) for part in parts]
-        out = kernel.typed(targets[0][start:stop])
-        _combine_chunk(kernel, typed, out, kernel.typed(scratch[: stop - start]))
-        for target in targets[1:]:
-            kernel.copy(out, kernel.typed(target[start:stop]))
+    with np.errstate(all="ignore"):  # infinities and NaNs are results like others
+        for start in range(0, num_bytes, CHUNK_BYTES):
+            stop = min(start + CHUNK_BYTES, num_bytes)
+            typed = [kernel.typed(part[start:stop]) for part in parts]
+            out = kernel.typed(targets[0][start:stop])
+            _combine_chunk(kernel, typed, out, kernel.typed(scratch[: stop - start]))
+            for target in targets[1:]:
+                kernel.copy(out, kernel.typed(target[start:stop]))
 
 
 def _combine_chunk(kernel: Kernel, parts: list[Any], out: Any, scratch: Any) -> None:

@@ -1,14 +1,15 @@
 """Runs the operations of a process group in the order of their issue, and tells who waits for them.
 
-[Note: Who runs an operation] One operation of a group runs at a time, in order of issue: whoever holds the turn
-runs the head of the queue. That is a thread of the executor, so that operations overlap with the backward pass;
-or, if no thread has got to it yet, the caller who waits for it anyway, which saves two changes of thread. An
-operation that could be *started* when it was issued (its contribution is on its way, see ``Operation.start``)
-needs no thread at all: peers have what they need of this rank, so it can lie until somebody waits for it.
+[Note: Who runs an operation] One operation of a group runs at a time, in order of issue: whoever holds the
+turn runs the head of the queue. That is a thread of the executor, so that operations overlap with the
+backward pass; or, if no thread has got to it yet, the caller who waits for it anyway, which saves two changes
+of thread. An operation that could be *started* when it was issued (its contribution is on its way, see
+``Operation.start``) needs no thread at all: peers have what they need of this rank, so it can lie until
+somebody waits for it.
 
-[Note: Callbacks] Callbacks of a future may issue operations and wait for them (torch's PowerSGD hook does), so
-they run after the turn was handed on, and a thread that is about to run callbacks makes another one serve the
-queue meanwhile.
+[Note: Callbacks] Callbacks of a future may issue operations and wait for them (torch's PowerSGD hook does),
+so they run after the turn was handed on, and a thread that is about to run callbacks makes another one serve
+the queue meanwhile.
 
 Knows nothing of tensors, sockets and ranks.
 """
@@ -41,8 +42,9 @@ class Operation(Protocol):
 class Work(PythonWork):
     """An operation in the queue of an executor."""
 
-    def __init__(self, executor: "Executor", operation: Operation, result: Any) -> None:
+    def __init__(self, executor: "Executor", operation: Operation, result: Any, inputs: Any) -> None:
         super().__init__(operation.name, result)
+        self.inputs = inputs  # only kept, until the operation has run
         self.operation = operation
         self.is_started = False
         self.is_run = False  # no longer in the queue
@@ -82,13 +84,13 @@ class Executor:
         self._threads: list[threading.Thread] = []
         self._is_closed = False
 
-    def submit(self, make: Callable[[], Operation], result: Any, is_awaited: bool) -> Work:
+    def submit(self, make: Callable[[], Operation], result: Any, inputs: Any, is_awaited: bool) -> Work:
         """Put an operation in the queue; ``make`` is called once its place in the order is fixed.
 
         ``is_awaited`` says that the caller waits for it at once, so that no thread needs to be woken.
         """
         with self._lock:
-            work = Work(self, make(), result)
+            work = Work(self, make(), result, inputs)
             work.is_started = self._num_unstarted == 0 and work.operation.start()
             self._queue.append(work)
             if not work.is_started:
@@ -152,6 +154,7 @@ class Executor:
         with self._lock:
             self._queue.popleft()
             work.is_run = True
+            work.inputs = None
             self._num_unstarted -= not work.is_started
         return work, error
 

@@ -1,8 +1,8 @@
 """How the ranks of one host find each other: through the store, then through UNIX sockets.
 
-Every rank listens on an abstract socket (a name in no file system, chosen by the kernel, gone with the process)
-and publishes the name and a secret. Each pair of ranks then opens one connection, proves the secrets, and
-passes the descriptors of its memory and of a second connection for point-to-point messages.
+Every rank listens on an abstract socket (a name in no file system, chosen by the kernel, gone with the
+process) and publishes the name and a secret. Each pair of ranks then opens one connection, proves the
+secrets, and passes the descriptors of its memory and of a second connection for point-to-point messages.
 """
 
 import contextlib

@@ -1,12 +1,12 @@
-"""What every process group written in Python shares: torch's calling conventions, turned into eleven operations.
+"""What every process group written in Python shares: torch's calling conventions, as nine plain operations.
 
-``PythonGroup`` takes the many forms in which torch calls a group (lists of lists, options or plain arguments, old
-and new names), checks the tensors, makes them contiguous, and asks its subclass for an ``Operation`` of one
+``PythonGroup`` takes the many forms in which torch calls a group (lists of lists, options or plain arguments,
+old and new names), checks the tensors, makes them contiguous, and asks its subclass for an ``Operation`` of one
 plain kind. It runs them through an ``Executor``. It knows nothing of how data travels.
 
 [Note: The inner group] torch reaches some operations of a group from C++ past the Python class (``reduce`` and
-``gather`` called by name, for instance) and asks for a backend by device. A gloo backend that connects when it is
-first used answers there; nothing that ``torch.distributed`` offers in Python comes that far.
+``gather`` called as operators, for instance) and asks for a backend by device. A gloo backend that connects when
+it is first used answers there; nothing that ``torch.distributed`` offers in Python comes that far.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,36 +16,40 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed import ReduceOp
 from torch.futures import Future, collect_all
 
+from gradsync.comm import arguments
 from gradsync.comm.executor import Executor, Operation, Work
+from gradsync.comm.work import PythonWork
 from gradsync.errors import ConfigError
 
 Make = Callable[[int], Operation]  # makes the operation that has this number in the order of the group
+Copies = Sequence[tuple[Tensor, Tensor]]  # temporary outputs, and where they belong
 
-_CPU = torch.device("cpu")
+# torch's stub gives each method several signatures; ours take all of them at once
+_TorchGroup: Any = dist.ProcessGroup
 
 
-class PythonGroup(ProcessGroup):
+class PythonGroup(_TorchGroup):  # type: ignore[misc]
     """A process group for CPU tensors whose operations are made in Python.
 
-    Subclasses implement the ``_make_...`` methods. They get contiguous CPU tensors, of one dtype, with the
-    shapes that the operation needs, and the timeout in seconds.
+    Subclasses implement the ``_make_...`` methods. They get contiguous CPU tensors of one dtype, with the sizes
+    that the operation needs, and the timeout in seconds. The tensors live until the operation is over.
     """
 
     backend_name = "python"
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, inner: Any) -> None:
         super().__init__(rank, size)
-        self._store = store
         self.executor = Executor(f"gradsync-{self.backend_name}")
-        self._num_ranks = size
+        self._store = store
         self._own_rank = rank
+        self._num_ranks = size
         self._timeout_s = timeout.total_seconds()
-        self._sequence = 0
+        self._next_sequence = 0
         self._coalesced: list[Work] | None = None
-        self._register_backend(_CPU, ProcessGroup.BackendType.CUSTOM, inner)
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, inner)
 
     # -- what subclasses implement
 
@@ -95,27 +99,29 @@ class PythonGroup(ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
         """Reduce in place, on all ranks."""
-        tensor = self._single(tensors, "all_reduce")
-        op, timeout_s, is_awaited = self._reduce_options(opts, timeout)
+        tensor, op = arguments.single(tensors, "all_reduce"), arguments.reduce_op(opts)
         if tensor.layout is not torch.strided:
             return self._all_reduce_sparse(tensor, op)
-        flat = self._writable(tensor)
-        make = self._make_all_reduce(flat, op, timeout_s)
-        return self._issue(make, [tensor], is_awaited, [(flat, tensor)])
+        timeout_s, is_awaited = self._seconds_and_wait(opts, timeout)
+        flat = arguments.contiguous(tensor)
+        return self._issue(
+            self._make_all_reduce(flat, op, timeout_s), [tensor], is_awaited, copies=[(flat, tensor)]
+        )
 
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Work:
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         """``allreduce`` of each tensor."""
-        return self._together([self.allreduce([tensor], opts) for tensor in tensors])
+        return _together([self.allreduce([tensor], opts) for tensor in tensors])
 
     def broadcast(
         self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, root: int | None = None
     ) -> Work:
         """Give every rank the tensor of the root."""
-        tensor = self._single(tensors, "broadcast")
-        root, timeout_s, is_awaited = self._root_options(opts if root is None else root, timeout)
-        flat = self._writable(tensor)
+        tensor = arguments.single(tensors, "broadcast")
+        root = arguments.root_rank(opts if root is None else root, self._num_ranks)
+        timeout_s, is_awaited = self._seconds_and_wait(opts, timeout)
+        flat = arguments.contiguous(tensor)
         return self._issue(
-            self._make_broadcast(flat, root, timeout_s), [tensor], is_awaited, [(flat, tensor)]
+            self._make_broadcast(flat, root, timeout_s), [tensor], is_awaited, copies=[(flat, tensor)]
         )
 
     def reduce(
@@ -127,45 +133,44 @@ class PythonGroup(ProcessGroup):
         root: int | None = None,
     ) -> Work:
         """Reduce in place on the root; the tensors of other ranks are left as they are."""
-        tensor = self._single(tensors, "reduce")
-        if isinstance(opts, dist.ReduceOptions):
-            op = opts.reduceOp
-        root, timeout_s, is_awaited = self._root_options(opts if root is None else root, timeout)
-        flat = self._writable(tensor)
-        make = self._make_reduce(flat, root, op, timeout_s)
-        return self._issue(make, [tensor], is_awaited, [(flat, tensor)])
+        tensor = arguments.single(tensors, "reduce")
+        root = arguments.root_rank(opts if root is None else root, self._num_ranks)
+        timeout_s, is_awaited = self._seconds_and_wait(opts, timeout)
+        flat = arguments.contiguous(tensor)
+        make = self._make_reduce(flat, root, getattr(opts, "reduceOp", op), timeout_s)
+        return self._issue(make, [tensor], is_awaited, copies=[(flat, tensor)])
 
     def allgather(
         self, outputs: Any, tensors: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> Work:
         """Give every rank the tensors of all, as a list."""
-        tensor = self._single(tensors, "all_gather")
-        rows = outputs[0] if outputs and isinstance(outputs[0], (list, tuple)) else outputs
-        timeout_s, is_awaited = self._options(opts, timeout)
-        return self._all_gather(list(rows), tensor, timeout_s, is_awaited, list(rows))
+        rows, tensor = arguments.inner_list(outputs), arguments.single(tensors, "all_gather")
+        arguments.check_list("all_gather", "output", rows, tensor, self._num_ranks)
+        timeout_s, is_awaited = self._seconds_and_wait(opts, timeout)
+        flats, data = [arguments.contiguous(row) for row in rows], arguments.contiguous(tensor)
+        make = self._make_all_gather(flats, data, timeout_s)
+        return self._issue(make, rows, is_awaited, [data], list(zip(flats, rows, strict=True)))
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
         """Give every rank the tensors of all, one after the other in one tensor."""
-        timeout_s, is_awaited = self._options(opts)
-        self._check_total("all_gather_single", "output", output, tensor)
-        flat = self._writable(output)
-        parts = self._parts(flat)
-        return self._all_gather(parts, tensor, timeout_s, is_awaited, [output], [(flat, output)])
+        arguments.check_total("all_gather_single", "output", output, tensor, self._num_ranks)
+        timeout_s, is_awaited = self._seconds_and_wait(opts)
+        flat, data = arguments.contiguous(output), arguments.contiguous(tensor)
+        make = self._make_all_gather(arguments.equal_parts(flat, self._num_ranks), data, timeout_s)
+        return self._issue(make, [output], is_awaited, [data], [(flat, output)])
 
     _allgather_base = all_gather_single
 
-    def allgather_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> Work:
+    def allgather_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> Any:
         """``allgather`` of each input; ``outputs`` holds one list a rank."""
         rows = [[row[index] for row in outputs] for index in range(len(tensors))]
-        return self._together(
+        return _together(
             [self.allgather([row], [tensor], opts) for row, tensor in zip(rows, tensors, strict=True)]
         )
 
-    def all_gather_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> Work:
+    def all_gather_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> Any:
         """``all_gather_single`` of each pair."""
-        return self._together(
-            [self.all_gather_single(*pair, opts) for pair in zip(outputs, tensors, strict=True)]
-        )
+        return _together([self.all_gather_single(*pair, opts) for pair in zip(outputs, tensors, strict=True)])
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -178,15 +183,15 @@ class PythonGroup(ProcessGroup):
         root: int | None = None,
     ) -> Work:
         """Give the root the tensors of all."""
-        tensor = self._single(tensors, "gather")
-        root, timeout_s, is_awaited = self._root_options(opts if root is None else root, timeout)
-        rows = outputs[0] if outputs and isinstance(outputs[0], (list, tuple)) else outputs
-        rows = list(rows) if root == self._own_rank else []
-        flats = [self._writable(row) for row in rows]
-        if rows:
-            self._check_list("gather", "output", flats, tensor)
-        make = self._make_gather(flats, self._readable(tensor), root, timeout_s)
-        return self._issue(make, rows, is_awaited, list(zip(flats, rows, strict=True)))
+        tensor = arguments.single(tensors, "gather")
+        root = arguments.root_rank(opts if root is None else root, self._num_ranks)
+        rows = arguments.inner_list(outputs) if root == self._own_rank else []
+        if root == self._own_rank:
+            arguments.check_list("gather", "output", rows, tensor, self._num_ranks)
+        timeout_s, is_awaited = self._seconds_and_wait(opts, timeout)
+        flats, data = [arguments.contiguous(row) for row in rows], arguments.contiguous(tensor)
+        make = self._make_gather(flats, data, root, timeout_s)
+        return self._issue(make, rows, is_awaited, [data], list(zip(flats, rows, strict=True)))
 
     def scatter(
         self,
@@ -197,39 +202,35 @@ class PythonGroup(ProcessGroup):
         root: int | None = None,
     ) -> Work:
         """Give every rank its tensor of the root's list."""
-        output = self._single(outputs, "scatter")
-        root, timeout_s, is_awaited = self._root_options(opts if root is None else root, timeout)
-        rows = tensors[0] if tensors and isinstance(tensors[0], (list, tuple)) else tensors
-        flats = [self._readable(row) for row in rows] if root == self._own_rank else []
-        if flats:
-            self._check_list("scatter", "input", flats, output)
-        flat = self._writable(output)
-        return self._issue(
-            self._make_scatter(flat, flats, root, timeout_s), [output], is_awaited, [(flat, output)]
-        )
+        output = arguments.single(outputs, "scatter")
+        root = arguments.root_rank(opts if root is None else root, self._num_ranks)
+        rows = arguments.inner_list(tensors) if root == self._own_rank else []
+        if root == self._own_rank:
+            arguments.check_list("scatter", "input", rows, output, self._num_ranks)
+        timeout_s, is_awaited = self._seconds_and_wait(opts, timeout)
+        flat, data = arguments.contiguous(output), [arguments.contiguous(row) for row in rows]
+        make = self._make_scatter(flat, data, root, timeout_s)
+        return self._issue(make, [output], is_awaited, data, [(flat, output)])
 
     def reduce_scatter(
         self, outputs: Any, tensors: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> Work:
         """Give every rank the reduction of the tensors meant for it."""
-        output = self._single(outputs, "reduce_scatter")
-        op, timeout_s, is_awaited = self._reduce_options(opts, timeout)
-        rows = tensors[0] if tensors and isinstance(tensors[0], (list, tuple)) else tensors
-        flats = [self._readable(row) for row in rows]
-        self._check_list("reduce_scatter", "input", flats, output)
-        return self._reduce_scatter(output, flats, op, timeout_s, is_awaited)
+        output, rows = arguments.single(outputs, "reduce_scatter"), arguments.inner_list(tensors)
+        arguments.check_list("reduce_scatter", "input", rows, output, self._num_ranks)
+        return self._reduce_scatter(output, [arguments.contiguous(row) for row in rows], opts, timeout)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
         """``reduce_scatter`` where the inputs lie one after the other in one tensor."""
-        op, timeout_s, is_awaited = self._reduce_options(opts, None)
-        self._check_total("reduce_scatter_single", "input", tensor, output)
-        return self._reduce_scatter(output, self._parts(self._readable(tensor)), op, timeout_s, is_awaited)
+        arguments.check_total("reduce_scatter_single", "input", tensor, output, self._num_ranks)
+        data = arguments.equal_parts(arguments.contiguous(tensor), self._num_ranks)
+        return self._reduce_scatter(output, data, opts, None)
 
     _reduce_scatter_base = reduce_scatter_single
 
-    def reduce_scatter_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> Work:
+    def reduce_scatter_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> Any:
         """``reduce_scatter_single`` of each pair."""
-        return self._together(
+        return _together(
             [self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, tensors, strict=True)]
         )
 
@@ -239,15 +240,16 @@ class PythonGroup(ProcessGroup):
         self, outputs: Any, tensors: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> Work:
         """Send one tensor to each rank and receive one from each."""
-        timeout_s, is_awaited = self._options(opts, timeout)
-        for rows, what in ((outputs, "outputs"), (tensors, "inputs")):
-            if len(rows) != self._num_ranks:
-                raise ConfigError(
-                    f"all_to_all needs one tensor a rank: {self._num_ranks} {what}, not {len(rows)}"
-                )
-        flats = [self._writable(row) for row in outputs]
-        make = self._make_all_to_all(flats, [self._readable(row) for row in tensors], timeout_s)
-        return self._issue(make, list(outputs), is_awaited, list(zip(flats, outputs, strict=True)))
+        rows = list(outputs)
+        arguments.check_count("all_to_all", "output", rows, self._num_ranks)
+        arguments.check_count("all_to_all", "input", tensors, self._num_ranks)
+        timeout_s, is_awaited = self._seconds_and_wait(opts, timeout)
+        flats, data = (
+            [arguments.contiguous(row) for row in rows],
+            [arguments.contiguous(row) for row in tensors],
+        )
+        make = self._make_all_to_all(flats, data, timeout_s)
+        return self._issue(make, rows, is_awaited, data, list(zip(flats, rows, strict=True)))
 
     def all_to_all_single(
         self,
@@ -259,18 +261,18 @@ class PythonGroup(ProcessGroup):
         timeout: timedelta | None = None,
     ) -> Work:
         """``alltoall`` where the tensors lie one after the other, cut along the first dimension."""
-        timeout_s, is_awaited = self._options(opts, timeout)
-        flat = self._writable(output)
-        outputs = self._cut(flat, output_sizes, "output")
-        inputs = self._cut(self._readable(tensor), input_sizes, "input")
-        make = self._make_all_to_all(outputs, inputs, timeout_s)
-        return self._issue(make, [output], is_awaited, [(flat, output)])
+        timeout_s, is_awaited = self._seconds_and_wait(opts, timeout)
+        flat = arguments.contiguous(output)
+        outputs = arguments.cut_rows(flat, output_sizes, self._num_ranks, "output")
+        data = arguments.cut_rows(arguments.contiguous(tensor), input_sizes, self._num_ranks, "input")
+        make = self._make_all_to_all(outputs, data, timeout_s)
+        return self._issue(make, [output], is_awaited, data, [(flat, output)])
 
     alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
         """Wait until every rank has come here."""
-        timeout_s, is_awaited = self._options(opts, timeout)
+        timeout_s, is_awaited = self._seconds_and_wait(opts, timeout)
         return self._issue(self._make_barrier(timeout_s), [], is_awaited)
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -278,7 +280,7 @@ class PythonGroup(ProcessGroup):
 
     def _end_coalescing(self, device: torch.device) -> Any:
         works, self._coalesced = self._coalesced or [], None
-        return self._together(works)
+        return _together(works)
 
     # -- issuing
 
@@ -287,63 +289,46 @@ class PythonGroup(ProcessGroup):
         make: Make,
         result: Any,
         is_awaited: bool,
-        copies: Sequence[tuple[Tensor, Tensor]] = (),
+        inputs: Sequence[Tensor] = (),
+        copies: Copies = (),
     ) -> Work:
-        """Queue an operation; ``copies`` are temporary outputs and where they belong."""
+        """Queue an operation that reads ``inputs`` (they are kept until it is over)."""
         outputs = [(flat, tensor) for flat, tensor in copies if flat is not tensor]
 
         def make_next() -> Operation:
-            operation = make(self._sequence)
-            self._sequence += 1
+            operation = make(self._next_sequence)
+            self._next_sequence += 1
             return _CopyingBack(operation, outputs) if outputs else operation
 
-        work = self.executor.submit(make_next, result, is_awaited)
+        work = self.executor.submit(make_next, result, inputs, is_awaited)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
 
-    def _together(self, works: list[Work]) -> Any:
-        return works[0] if len(works) == 1 else JointWork(works)
-
-    def _all_gather(
-        self,
-        rows: list[Tensor],
-        tensor: Tensor,
-        timeout_s: float,
-        is_awaited: bool,
-        result: Any,
-        copies: Sequence[tuple[Tensor, Tensor]] = (),
-    ) -> Work:
-        flats = [self._writable(row) for row in rows]
-        self._check_list("all_gather", "output", flats, tensor)
-        make = self._make_all_gather(flats, self._readable(tensor), timeout_s)
-        return self._issue(make, result, is_awaited, [*zip(flats, rows, strict=True), *copies])
-
     def _reduce_scatter(
-        self, output: Tensor, flats: list[Tensor], op: Any, timeout_s: float, is_awaited: bool
+        self, output: Tensor, data: list[Tensor], opts: Any, timeout: timedelta | None
     ) -> Work:
-        flat = self._writable(output)
-        make = self._make_reduce_scatter(flat, flats, op, timeout_s)
-        return self._issue(make, [output], is_awaited, [(flat, output)])
+        timeout_s, is_awaited = self._seconds_and_wait(opts, timeout)
+        flat = arguments.contiguous(output)
+        make = self._make_reduce_scatter(flat, data, arguments.reduce_op(opts), timeout_s)
+        return self._issue(make, [output], is_awaited, data, [(flat, output)])
 
     def _all_reduce_sparse(self, tensor: Tensor, op: Any) -> Work:
         """All-reduce of a sparse tensor; unlike the others it waits for its peers when it is issued."""
         if op != ReduceOp.SUM:
             raise ConfigError(f"all_reduce of sparse tensors works with ReduceOp.SUM only, not with {op}")
         mine = tensor.detach().coalesce()
-        counts = self._gathered(torch.tensor([mine.values().shape[0]]))
-        most = max(int(count) for count in counts)
-        indices = self._gathered(_padded(mine.indices().t(), most))
-        values = self._gathered(_padded(mine.values(), most))
-        sizes = [int(count) for count in counts]
-        total = torch.sparse_coo_tensor(
-            torch.cat([part[:size] for part, size in zip(indices, sizes, strict=True)]).t(),
-            torch.cat([part[:size] for part, size in zip(values, sizes, strict=True)]),
-            tensor.shape,
-            check_invariants=False,
-        ).coalesce()
+        counts = [int(count) for count in self._gathered(torch.tensor([mine.values().shape[0]]))]
+        parts = [
+            torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)])
+            for gathered in (
+                self._gathered(arguments.padded_rows(rows, max(counts)))
+                for rows in (mine.indices().t(), mine.values())
+            )
+        ]
+        total = torch.sparse_coo_tensor(parts[0].t(), parts[1], tensor.shape, check_invariants=False)
         with torch.no_grad():
-            tensor.copy_(total)
+            tensor.copy_(total.coalesce())
         return self._issue(lambda sequence: _Nothing(), [tensor], True)
 
     def _gathered(self, tensor: Tensor) -> list[Tensor]:
@@ -351,97 +336,14 @@ class PythonGroup(ProcessGroup):
         self.allgather([outputs], [tensor]).wait()
         return outputs
 
-    # -- options
-
-    def _options(self, opts: Any, timeout: timedelta | None = None) -> tuple[float, bool]:
-        """The timeout in seconds, and whether the caller waits at once."""
-        if opts is None or not hasattr(opts, "asyncOp"):
-            return (self._timeout_s if timeout is None else timeout.total_seconds()), False
-        timeout_s = opts.timeout.total_seconds()
-        return (timeout_s if timeout_s > 0 else self._timeout_s), not opts.asyncOp
-
-    def _reduce_options(self, opts: Any, timeout: timedelta | None) -> tuple[Any, float, bool]:
-        op = ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
-        return op, *self._options(opts, timeout)
-
-    def _root_options(self, opts: Any, timeout: timedelta | None) -> tuple[int, float, bool]:
-        root = int(getattr(opts, "rootRank", opts or 0))
-        if not 0 <= root < self._num_ranks:
-            raise ConfigError(f"the root must be a rank of the group, 0 to {self._num_ranks - 1}, not {root}")
-        return root, *self._options(opts, timeout)
-
-    # -- tensors
-
-    def _single(self, tensors: Any, what: str) -> Tensor:
-        if isinstance(tensors, Tensor):
-            return tensors
-        if len(tensors) != 1:
-            raise ConfigError(f"{what} takes one tensor a rank, not {len(tensors)}")
-        return tensors[0]  # type: ignore[no-any-return]
-
-    def _check_device(self, tensor: Tensor) -> None:
-        if tensor.device.type != "cpu":
-            raise ConfigError(
-                f"the {self.backend_name} backend works on CPU tensors, not on {tensor.device}; use NCCL (or a group "
-                'with a backend for each device, "cpu:gloo,cuda:nccl") for them'
-            )
-
-    def _writable(self, tensor: Tensor) -> Tensor:
-        """The tensor itself if it is contiguous, else a contiguous copy (that ``_issue`` copies back)."""
-        self._check_device(tensor)
-        return tensor if tensor.is_contiguous() and not tensor.is_conj() else _contiguous(tensor)
-
-    def _readable(self, tensor: Tensor) -> Tensor:
-        return self._writable(tensor)
-
-    def _parts(self, flat: Tensor) -> list[Tensor]:
-        """Equal parts of a contiguous tensor, one a rank."""
-        return (
-            list(flat.detach().reshape(-1).chunk(self._num_ranks))
-            if flat.numel()
-            else [flat] * self._num_ranks
-        )
-
-    def _cut(self, flat: Tensor, sizes: Sequence[int], what: str) -> list[Tensor]:
-        rows = flat.shape[0] if flat.dim() else 1
-        if not sizes:
-            if rows % self._num_ranks:
-                raise ConfigError(
-                    f"all_to_all_single without sizes cuts the first dimension of the {what} into equal parts, one "
-                    f"a rank: {rows} is not divisible by {self._num_ranks}"
-                )
-            sizes = [rows // self._num_ranks] * self._num_ranks
-        if len(sizes) != self._num_ranks or sum(sizes) != rows:
-            raise ConfigError(
-                f"the {what} sizes of all_to_all_single must be one number a rank ({self._num_ranks}) with the sum "
-                f"{rows}, not {list(sizes)}"
-            )
-        return list(flat.detach().split(list(sizes)))
-
-    def _check_total(self, operation: str, what: str, whole: Tensor, part: Tensor) -> None:
-        if whole.dtype != part.dtype or whole.numel() != part.numel() * self._num_ranks:
-            raise ConfigError(
-                f"the {what} of {operation} must hold {self._num_ranks} times {part.numel()} elements of {part.dtype}, "
-                f"not {whole.numel()} of {whole.dtype}"
-            )
-
-    def _check_list(self, operation: str, what: str, tensors: Sequence[Tensor], part: Tensor) -> None:
-        if len(tensors) != self._num_ranks:
-            raise ConfigError(
-                f"{operation} needs {self._num_ranks} {what} tensors, one a rank, not {len(tensors)}"
-            )
-        for index, tensor in enumerate(tensors):
-            if tensor.dtype != part.dtype or tensor.numel() != part.numel():
-                raise ConfigError(
-                    f"{what} tensor {index} of {operation} must hold {part.numel()} elements of {part.dtype}, not "
-                    f"{tensor.numel()} of {tensor.dtype}"
-                )
+    def _seconds_and_wait(self, opts: Any, timeout: timedelta | None = None) -> tuple[float, bool]:
+        return arguments.seconds_and_wait(opts, timeout, self._timeout_s)
 
 
 class JointWork(dist.Work):
     """Several works as one."""
 
-    def __init__(self, works: Sequence[Work]) -> None:
+    def __init__(self, works: Sequence[PythonWork]) -> None:
         super().__init__()
         self._works = list(works)
 
@@ -475,10 +377,14 @@ class JointWork(dist.Work):
         return gathered.then(lambda futures: [tensor for each in futures.value() for tensor in each.value()])
 
 
+def _together(works: list[Work]) -> Any:
+    return works[0] if len(works) == 1 else JointWork(works)
+
+
 class _CopyingBack:
     """An operation on temporary tensors whose results belong elsewhere."""
 
-    def __init__(self, operation: Operation, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, operation: Operation, copies: Copies) -> None:
         self.name = operation.name
         self._operation = operation
         self._copies = copies
@@ -494,7 +400,7 @@ class _CopyingBack:
 
 
 class _Nothing:
-    """An operation that is complete when it is issued."""
+    """An operation that is over when it is issued."""
 
     name = "all_reduce of a sparse tensor"
 
@@ -503,13 +409,3 @@ class _Nothing:
 
     def finish(self) -> None:
         pass
-
-
-def _padded(tensor: Tensor, length: int) -> Tensor:
-    result = tensor.new_zeros((length, *tensor.shape[1:]))
-    result[: tensor.shape[0]] = tensor
-    return result
-
-
-def _contiguous(tensor: Tensor) -> Tensor:
-    return tensor.detach().resolve_conj().clone(memory_format=torch.contiguous_format)

@@ -1,8 +1,8 @@
 """Memory that the ranks of one host share: this rank's segment, and the segments of its peers.
 
 A segment is a memfd: it has no name in any file system, so nothing is left behind however a process ends, and
-the size of /dev/shm does not limit it. Its size is a reservation of addresses; a page is taken from memory when
-it is first written, and given back when the tensor in it dies. Knows nothing of signals and operations.
+the size of /dev/shm does not limit it. Its size is a reservation of addresses; a page is taken from memory
+when it is first written, and given back when the tensor in it dies. Knows nothing of signals and operations.
 """
 
 import contextlib
@@ -42,7 +42,8 @@ class Segment:
         if num_bytes == 0:
             return torch.empty(numel, dtype=dtype)
         offset = self.take(num_bytes)
-        # The array is what the storage of the tensor keeps alive: it dies when the last view of the tensor does.
+        # The array is what the storage of the tensor keeps alive: it dies when the last view of the tensor
+        # does.
         memory = np.frombuffer(self._mapping, dtype=np.uint8, count=num_bytes, offset=offset)
         weakref.finalize(memory, self.give_back, offset).atexit = False
         return torch.frombuffer(memory, dtype=dtype)

@@ -1,8 +1,8 @@
 """The ``shm`` backend: a process group whose ranks share the memory of one Linux host.
 
-``register()`` makes it known to torch.distributed; from then on any program can ask for it by name. This module
-says what each operation exchanges; how it travels is in ``shm_collectives`` and ``shm_messages``, the parts they
-use in ``channel``, ``wire``, ``segment`` and ``meeting``. See docs/process-groups.md.
+``register()`` makes it known to torch.distributed; from then on any program can ask for it by name. This
+module says what each operation exchanges; how it travels is in ``shm_collectives`` and ``shm_messages``, the
+parts they use in ``channel``, ``wire``, ``segment`` and ``meeting``. See docs/process-groups.md.
 """
 
 import os
@@ -17,8 +17,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo
 
+from gradsync.comm import arguments
 from gradsync.comm.channel import Channel, Label
 from gradsync.comm.combine import Bytes, kernel_for, reduction_of
 from gradsync.comm.meeting import Meeting, exchange_hosts, meet
@@ -37,6 +37,7 @@ from gradsync.comm.wire import EAGER_BYTES, Wire
 from gradsync.errors import BackendError
 
 NAME = "shm"
+_torch: Any = dist  # for what torch's stubs leave out
 _SPIN_S = 50e-6
 _EAGER_TOTAL_BYTES = 128 * 1024  # what one rank sends to all others inside packets, at most
 
@@ -81,7 +82,9 @@ class ShmGroup(PythonGroup):
         segment = Segment(reserve_bytes or default_reserve_bytes(size))
         try:
             meeting = (
-                meet(dist.PrefixStore("shm", store), rank, size, segment, timeout) if size > 1 else Meeting()
+                meet(_torch.PrefixStore("shm", store), rank, size, segment, timeout)
+                if size > 1
+                else Meeting()
             )
         finally:
             segment.close_descriptor()
@@ -91,15 +94,15 @@ class ShmGroup(PythonGroup):
         self._channel.wires.append(message_wire)
         self._messages = Messages(self._channel, message_wire)
         self._eager_bytes = min(EAGER_BYTES, _EAGER_TOTAL_BYTES // max(size - 1, 1))
-        # At the end of a process that does not destroy its groups (also one started by multiprocessing, which does
-        # not run atexit): a goodbye, so that peers do not take it for a death.
+        # At the end of a process that does not destroy its groups (also one started by multiprocessing, which
+        # does not run atexit): a goodbye, so that peers do not take it for a death.
         self._finalizer = Finalize(self, self._channel.say_goodbye, exitpriority=10)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D tensor of zeros in the memory that the ranks share.
 
-        ``allreduce`` of such tensors (or slices of them) on all ranks reads and writes them in place, without a
-        copy. The memory is given back when the last view of the tensor dies.
+        ``allreduce`` of such tensors (or slices of them) on all ranks reads and writes them in place, without
+        a copy. The memory is given back when the last view of the tensor dies.
         """
         return self._channel.segment.allocate(numel, dtype)
 
@@ -121,15 +124,15 @@ class ShmGroup(PythonGroup):
 
     def send(self, tensors: Any, peer: int, tag: int = 0) -> MessageWork:
         """Send a tensor to a rank of the group."""
-        tensor = self._single(tensors, "send")
+        tensor = arguments.single(tensors, "send")
         name = f"send to {self._channel.name_of([peer])} with tag {tag}"
-        data = self._channel.bytes_of(self._readable(tensor))
+        data = self._channel.bytes_of(arguments.contiguous(tensor))
         return self._messages.send(MessageWork(name, [tensor], data, peer, tag, self._timeout_s))
 
     def recv(self, tensors: Any, peer: int | None, tag: int = 0) -> MessageWork:
         """Receive a tensor from a rank of the group (None: from whichever sends first)."""
-        tensor = self._single(tensors, "recv")
-        flat = self._writable(tensor)
+        tensor = arguments.single(tensors, "recv")
+        flat = arguments.contiguous(tensor)
         who = "any rank" if peer is None else self._channel.name_of([peer])
         name = f"receive from {who} with tag {tag}"
         work = MessageWork(name, [tensor], self._channel.bytes_of(flat), peer, tag, self._timeout_s)
@@ -237,9 +240,9 @@ class ShmGroup(PythonGroup):
             {peer: targets[peer] for peer in channel.peers},
             after=lambda: _copy(sources[self._own_rank], targets[self._own_rank]),
         )
-        # Ranks cannot know how much others send, so the way is always the same.
-        label = Label("all_to_all", tensors[0].dtype)
-        return lambda sequence: StreamExchange(channel, label, sequence, timeout_s, exchange)
+        # Ranks cannot know how much others exchange among themselves, so the way is the same for every size.
+        num_bytes = self._eager_bytes + 1
+        return self._exchange(Label("all_to_all", tensors[0].dtype), exchange, num_bytes, timeout_s)
 
     def _make_barrier(self, timeout_s: float) -> Make:
         channel = self._channel
@@ -248,7 +251,8 @@ class ShmGroup(PythonGroup):
 
     def _exchange(self, label: Label, exchange: Exchange, num_bytes: int, timeout_s: float) -> Make:
         """An exchange in the way that suits its size; ``num_bytes`` must be equal on all ranks."""
-        kind = EagerExchange if num_bytes <= self._eager_bytes else StreamExchange
+        is_small = num_bytes <= self._eager_bytes or not self._channel.peers
+        kind = EagerExchange if is_small else StreamExchange
         return lambda sequence: kind(self._channel, label, sequence, timeout_s, exchange)
 
 
@@ -285,7 +289,7 @@ def _has_core_for_each(size: int) -> bool:
 
 def _loopback_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """The inner group (see ``python_group``); all ranks are on this host, so the loopback device serves."""
-    options = ProcessGroupGloo._Options()
-    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=True)]
+    options = _torch.ProcessGroupGloo._Options()
+    options._devices = [_torch.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=True)]
     options._timeout = timeout
-    return ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options)
+    return _torch.ProcessGroupGloo(_torch.PrefixStore("gloo", store), rank, size, options)

@@ -1,15 +1,16 @@
 """The operations of a shared-memory group, in three ways of moving data.
 
 - ``EagerExchange``: small contributions travel inside the packets; nothing is shared but the wire.
-- ``StreamExchange``: larger ones are read by the receivers out of the segment of the sender; tensors that do not
-  lie in it are copied there piece by piece.
+- ``StreamExchange``: larger ones are read by the receivers out of the segment of the sender; tensors that do
+  not lie in it are copied there piece by piece.
 - ``SlicedAllReduce``: every rank reduces one slice of all contributions, in place, and writes the result into
   the memory of all ranks.
 
-What is exchanged (who gets which bytes of whom, and what becomes of them) is an ``Exchange``, made in ``shm``.
+What is exchanged (who gets which bytes of whom, and what becomes of them) is an ``Exchange``, made in
+``shm``.
 
-[Note: Complete means free] An operation is complete when this rank has its result *and* no peer will touch the
-memory of this rank any more for it. Nothing is remembered from one operation to the next.
+[Note: Complete means free] An operation is complete when this rank has its result *and* no peer will touch
+the memory of this rank any more for it. Nothing is remembered from one operation to the next.
 """
 
 from collections import deque

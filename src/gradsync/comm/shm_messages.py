@@ -2,8 +2,8 @@
 
 Messages have their own wire and thread, beside the collectives, because a send must not keep the queue of the
 collectives waiting until somebody receives it. Small messages travel in a packet. Larger ones are announced
-piece by piece, at most two pieces ahead of the receiver, out of the tensor itself if it lies in the segment and
-else out of a staging block.
+piece by piece, at most two pieces ahead of the receiver, out of the tensor itself if it lies in the segment
+and else out of a staging block.
 
 Messages of one pair of ranks with one tag arrive in the order in which they were sent.
 """

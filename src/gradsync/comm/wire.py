@@ -5,12 +5,12 @@ segment for larger ones. The system call that carries it also orders the memory 
 that dies closes its sockets, whatever killed it, so its death is seen at once and not by a time-out. Knows
 nothing of tensors and operations.
 
-[Note: Waiting] A waiting rank looks for packets for some microseconds before it sleeps in the kernel: waking a
-sleeping process costs five times as much as a packet. It does so only while every rank of the host can have a
-core to itself.
+[Note: Waiting] A waiting rank looks for packets for some microseconds before it sleeps in the kernel: waking
+a sleeping process costs five times as much as a packet. It does so only while every rank of the host can have
+a core to itself.
 
-[Note: Never stuck in sending] A send that finds the socket full takes in what has arrived meanwhile. Two ranks
-that send to each other therefore cannot block each other.
+[Note: Never stuck in sending] A send that finds the socket full takes in what has arrived meanwhile. Two
+ranks that send to each other therefore cannot block each other.
 """
 
 import contextlib
@@ -302,8 +302,8 @@ def _close_in_children(wire: Any) -> None:
 def close_all_in_child() -> None:
     """Close every wire that a forked child has inherited.
 
-    A child that outlives its parent (a data loader's worker) would otherwise keep the connection open and hide
-    the death of the parent from its peers.
+    A child that outlives its parent (a data loader's worker) would otherwise keep the connection open and
+    hide the death of the parent from its peers.
     """
     for wire in list(_open_wires):
         wire._close_descriptors()

@@ -112,7 +112,8 @@ class PythonWork(dist.Work):
 
 
 def _outcome(future: "Future[Any]") -> Any:
-    # An exception that is *set* on a torch future is invisible to C++ (torch's own reducer); a raised one is not.
+    # An exception that is *set* on a torch future is invisible to C++ (torch's own reducer); a raised one is
+    # not.
     error, result = future.value()
     if error is not None:
         raise error
