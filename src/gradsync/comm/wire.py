@@ -219,7 +219,7 @@ class Wire:
                     raise WireClosedError
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._alarm)
-            if events & ~select.POLLOUT:
+            elif events & ~select.POLLOUT:
                 self._take_in_from(self._peer_of[descriptor])
 
     def _take_in_from(self, peer: int) -> None:
