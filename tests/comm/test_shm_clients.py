@@ -25,7 +25,9 @@ from gradsync.comm import shm
 
 def make_model(width: int = 16) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 4))
+    return nn.Sequential(
+        nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 4)
+    )
 
 
 def batch(rank: int, step: int = 0) -> torch.Tensor:
@@ -60,7 +62,12 @@ def assert_close(actual: list[torch.Tensor], wanted: list[torch.Tensor]) -> None
 
 def torch_ddp(rank: int, world: int) -> None:
     with shm_group() as group:
-        for arguments in ({}, {"bucket_cap_mb": 1e-4}, {"gradient_as_bucket_view": True}, {"static_graph": True}):
+        for arguments in (
+            {},
+            {"bucket_cap_mb": 1e-4},
+            {"gradient_as_bucket_view": True},
+            {"static_graph": True},
+        ):
             model = TorchDDP(make_model(), process_group=group, **arguments)
             assert_close(train(model, rank), averaged(world))
         with_buffers = TorchDDP(nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 2)), process_group=group)
@@ -193,7 +200,9 @@ def device_mesh(rank: int, world: int) -> None:
         assert dist.get_backend(group) == "shm"
         assert dist.get_world_size(group) == world and dist.get_rank(group) == rank
         assert dist.get_process_group_ranks(group) == list(range(world))
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"), backend_override={"a": "shm", "b": "shm"})
+    mesh = dist.init_device_mesh(
+        "cpu", (2, 2), mesh_dim_names=("a", "b"), backend_override={"a": "shm", "b": "shm"}
+    )
     for name in ("a", "b"):
         part = mesh[name].get_group()
         assert dist.get_backend(part) == "shm"

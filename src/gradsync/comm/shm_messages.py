@@ -229,6 +229,7 @@ class Messages:
 
     def _match(self, work: MessageWork, incoming: _Incoming) -> None:
         if work.data.size != incoming.num_bytes:
+            self._receives.append(work)  # where it is found to be failed
             raise BackendError(
                 f"{work.name}: the message from {self._channel.name_of([incoming.peer])} has {incoming.num_bytes} "
                 f"bytes, the tensor to receive it has {work.data.size}; they must have the same size and dtype"
