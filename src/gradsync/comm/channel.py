@@ -5,15 +5,24 @@ and names the same culprit, and every later operation raises it again. Nothing i
 time-out nobody can know what peers have done with the memory they share.
 """
 
-import contextlib
+import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from time import monotonic
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from gradsync.comm.combine import CHUNK_BYTES, DTYPE_CODES, DTYPE_NAMES, Bytes, Reduction
+from gradsync.comm.combine import (
+    CHUNK_BYTES,
+    DTYPE_CODES,
+    DTYPE_NAMES,
+    NO_BYTES,
+    NUMPY_DTYPES,
+    Bytes,
+    Reduction,
+)
 from gradsync.comm.segment import Segment
 from gradsync.comm.wire import (
     HEADER,
@@ -26,9 +35,7 @@ from gradsync.comm.wire import (
 )
 from gradsync.errors import BackendError
 
-STAGE_BYTES = (
-    4 * 1024 * 1024
-)  # how much of a foreign tensor is copied into the segment at a time; twice that is used
+STAGE_BYTES = 4 * 1024 * 1024  # what is copied into the segment at a time; there is room for two of it
 
 
 class Channel:
@@ -62,12 +69,19 @@ class Channel:
         return self._stage
 
     def bytes_of(self, tensor: torch.Tensor) -> Bytes:
-        """The memory of a contiguous tensor."""
+        """The memory of a contiguous tensor (which the caller keeps alive)."""
         num_bytes = tensor.nbytes
-        offset = self.segment.offset_of(tensor.data_ptr(), num_bytes) if num_bytes else None
+        if not num_bytes:
+            return NO_BYTES
+        offset = self.segment.offset_of(tensor.data_ptr(), num_bytes)
         if offset is not None:
             return self.segment.bytes[offset : offset + num_bytes]
-        return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        if tensor.dtype not in NUMPY_DTYPES:
+            tensor = tensor.reshape(-1).view(torch.uint8)
+        flat = tensor.numpy()
+        return (flat if flat.ndim == 1 else flat.reshape(-1)).view(np.uint8)
 
     def offset_of(self, data: Bytes) -> int | None:
         """Where in this rank's segment ``data`` lies; None if it lies elsewhere."""
@@ -78,30 +92,25 @@ class Channel:
         names = ", ".join(str(self._global_ranks[rank]) for rank in ranks)
         return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
 
-    @contextlib.contextmanager
-    def guard(self, what: str) -> Iterator[None]:
-        """Turn whatever goes wrong inside into one clear error, for this rank and all others."""
+    def check(self, what: str) -> None:
+        """Raise if the group has failed before."""
         if self.failure is not None:
             raise BackendError(
                 f"{what} cannot run: the group has failed before: {self.failure}"
             ) from self.failure
-        try:
-            yield
-        except BaseException as error:
-            failure = self.fail(what, error)
-            if isinstance(error, Exception):
-                raise failure from error
-            raise
 
-    def fail(self, what: str, error: BaseException) -> BackendError:
-        """End the group because of ``error``; returns the failure, which is another one if it came first."""
+    def fail(self, what: str, error: BaseException) -> BaseException:
+        """End the group because of ``error``; returns what to raise: the first failure.
+
+        An interrupt ends the group like any error, and is raised itself.
+        """
         with self._failure_lock:
             if self.failure is None:
                 self.failure = self._explain(what, error)
             failure = self.failure
         for wire in self.wires:
             wire.abort(str(failure))
-        return failure
+        return failure if isinstance(error, Exception) else error
 
     def _explain(self, what: str, error: BaseException) -> BackendError:
         me = self.name_of([self.rank])
@@ -157,23 +166,28 @@ OPERATIONS = (
 )
 
 
-class Label:
-    """What an operation is, in words for people and in a number that must be equal on all ranks."""
+class Label(NamedTuple):
+    """What an operation is: in a word for people, and in a number that must be equal on all ranks."""
 
-    def __init__(
-        self,
-        operation: str,
-        dtype: torch.dtype | None = None,
-        reduction: Reduction | None = None,
-        root: int | None = None,
-    ) -> None:
-        self.operation = operation
-        self.signature = (
-            OPERATIONS.index(operation) << 48
-            | (0 if reduction is None else reduction + 1) << 40
-            | (0 if dtype is None else DTYPE_CODES[dtype]) << 32
-            | (0 if root is None else root + 1)
-        )
+    operation: str
+    signature: int
+
+
+@functools.lru_cache(maxsize=1024)
+def label(
+    operation: str,
+    dtype: torch.dtype | None = None,
+    reduction: Reduction | None = None,
+    root: int | None = None,
+) -> Label:
+    """The label of an operation."""
+    signature = (
+        OPERATIONS.index(operation) << 48
+        | (0 if reduction is None else reduction + 1) << 40
+        | (0 if dtype is None else DTYPE_CODES[dtype]) << 32
+        | (0 if root is None else root + 1)
+    )
+    return Label(operation, signature)
 
 
 def describe(signature: int) -> str:
@@ -191,29 +205,47 @@ def describe(signature: int) -> str:
 
 
 class Collective:
-    """What all operations share: their place in the order, their deadline, and the check of what peers say."""
+    """What all operations share: a place in the order, a deadline, and the check of what peers say."""
 
     def __init__(self, channel: Channel, label: Label, sequence: int, timeout_s: float) -> None:
-        self.name = f"{label.operation} number {sequence}"
         self.channel = channel
         self.wire = channel.wire
+        self.label = label
         self.signature = label.signature
         self.sequence = sequence
         self.timeout_s = timeout_s
         self.deadline: float | None = None
 
+    @property
+    def name(self) -> str:
+        """What to call this operation in messages."""
+        return f"{self.label.operation} number {self.sequence}"
+
     def start(self) -> bool:
         """See ``Operation.start``."""
-        return False
+        if self.channel.failure is not None:
+            self.channel.check(self.name)
+        try:
+            return self.begin()
+        except BaseException as error:
+            raise self.channel.fail(self.name, error) from error
 
     def finish(self) -> None:
         """See ``Operation.finish``."""
-        with self.channel.guard(self.name):
-            self.deadline = monotonic() + self.timeout_s
+        if self.channel.failure is not None:
+            self.channel.check(self.name)
+        self.deadline = monotonic() + self.timeout_s
+        try:
             self.run()
+        except BaseException as error:
+            raise self.channel.fail(self.name, error) from error
+
+    def begin(self) -> bool:
+        """Do what ``start`` does."""
+        return False
 
     def run(self) -> None:
-        """Do the work."""
+        """Do what ``finish`` does."""
         raise NotImplementedError
 
     def header(self, kind: Kind, first: int = 0, second: int = 0) -> bytes:
@@ -228,10 +260,16 @@ class Collective:
         """
         kind, sequence, signature, first, second = HEADER.unpack_from(packet)
         if sequence != self.sequence or signature != self.signature or kind not in kinds:
-            self.complain(peer, signature, kind)
+            self.complain(peer, signature)
         return Kind(kind), first, second
 
-    def complain(self, peer: int, signature: int, kind: int) -> None:
+    def payload(self, peer: int, packet: bytes, header: bytes, num_bytes: int) -> Bytes:
+        """What a packet carries, which must have this header and size."""
+        if not packet.startswith(header) or len(packet) != HEADER.size + num_bytes:
+            self.complain(peer, HEADER.unpack_from(packet)[2])
+        return np.frombuffer(packet, dtype=np.uint8, offset=HEADER.size) if num_bytes else NO_BYTES
+
+    def complain(self, peer: int, signature: int) -> None:
         """Raise what is wrong with a packet that does not belong to this operation."""
         mine, theirs = describe(self.signature), describe(signature)
         what = f"{mine} against {theirs}"

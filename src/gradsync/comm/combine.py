@@ -20,6 +20,7 @@ from torch.distributed import ReduceOp
 from gradsync.errors import ConfigError
 
 Bytes = npt.NDArray[np.uint8]
+NO_BYTES: Bytes = np.empty(0, dtype=np.uint8)
 
 CHUNK_BYTES = 512 * 1024  # what one kernel call works on: stays in the second-level cache between two calls
 
@@ -58,7 +59,7 @@ _TORCH_FUNCTIONS: dict[Reduction, Callable[..., Any]] = {
     Reduction.MAX: torch.maximum,
 }
 
-_NUMPY_DTYPES: dict[torch.dtype, Any] = {
+NUMPY_DTYPES: dict[torch.dtype, Any] = {
     torch.float32: np.float32,
     torch.float64: np.float64,
     torch.complex64: np.complex64,
@@ -103,9 +104,9 @@ class Kernel(Protocol):
 
 class _NumpyKernel:
     def __init__(self, reduction: Reduction, dtype: torch.dtype) -> None:
-        self._dtype = _NUMPY_DTYPES[dtype]
+        self._dtype = NUMPY_DTYPES[dtype]
         if dtype.is_complex and reduction in (Reduction.SUM, Reduction.AVG):
-            self._dtype = _NUMPY_DTYPES[
+            self._dtype = NUMPY_DTYPES[
                 dtype.to_real()
             ]  # the division of an average is then one of real numbers
         self._ufunc = _UFUNCS[reduction]
@@ -175,7 +176,7 @@ _KERNELS: dict[tuple[Reduction, torch.dtype], Kernel] = {}
 
 
 def _check(reduction: Reduction, dtype: torch.dtype) -> None:
-    if dtype not in _NUMPY_DTYPES and dtype not in _TORCH_DTYPES:
+    if dtype not in NUMPY_DTYPES and dtype not in _TORCH_DTYPES:
         raise ConfigError(
             f"tensors of {dtype} can be copied between ranks but not reduced ({reduction.name})"
         )

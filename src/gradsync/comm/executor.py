@@ -30,7 +30,9 @@ _JOIN_S = 10.0
 class Operation(Protocol):
     """One collective on this rank."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What to call it in messages."""
 
     def start(self) -> bool:
         """Do what can be done without waiting for anybody; True if peers then need nothing more of this rank."""
@@ -43,12 +45,17 @@ class Work(PythonWork):
     """An operation in the queue of an executor."""
 
     def __init__(self, executor: "Executor", operation: Operation, result: Any, inputs: Any) -> None:
-        super().__init__(operation.name, result)
+        super().__init__(result)
         self.inputs = inputs  # only kept, until the operation has run
         self.operation = operation
         self.is_started = False
         self.is_run = False  # no longer in the queue
         self._executor = executor
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """What to call the operation in messages."""
+        return self.operation.name
 
     def is_completed(self) -> bool:
         """Whether the operation is over, well or badly."""

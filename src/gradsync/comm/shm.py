@@ -19,12 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradsync.comm import arguments
-from gradsync.comm.channel import Channel, Label
-from gradsync.comm.combine import Bytes, kernel_for, reduction_of
+from gradsync.comm.channel import Channel, Label, label
+from gradsync.comm.combine import NO_BYTES, Bytes, kernel_for, reduction_of
 from gradsync.comm.meeting import Meeting, exchange_hosts, meet
 from gradsync.comm.python_group import Make, PythonGroup
 from gradsync.comm.segment import Segment, default_reserve_bytes
 from gradsync.comm.shm_collectives import (
+    EagerAllReduce,
     EagerExchange,
     Exchange,
     Publication,
@@ -149,16 +150,11 @@ class ShmGroup(PythonGroup):
     def _make_all_reduce(self, tensor: Tensor, op: Any, timeout_s: float) -> Make:
         channel, reduction = self._channel, reduction_of(op)
         kernel = kernel_for(reduction, tensor.dtype)
-        label = Label("all_reduce", tensor.dtype, reduction)
+        name = label("all_reduce", tensor.dtype, reduction)
         data = channel.bytes_of(tensor)
-        if data.size > self._eager_bytes and channel.peers:
-            return lambda sequence: SlicedAllReduce(channel, label, sequence, timeout_s, data, kernel)
-        exchange = Exchange(
-            [Publication(data, channel.peers)],
-            dict.fromkeys(channel.peers, data.size),
-            reduced=Reduced(kernel, data, data),
-        )
-        return lambda sequence: EagerExchange(channel, label, sequence, timeout_s, exchange)
+        is_small = data.size <= self._eager_bytes or not channel.peers
+        kind = EagerAllReduce if is_small else SlicedAllReduce
+        return lambda sequence: kind(channel, name, sequence, timeout_s, data, kernel)
 
     def _make_broadcast(self, tensor: Tensor, root: int, timeout_s: float) -> Make:
         data = self._channel.bytes_of(tensor)
@@ -166,7 +162,7 @@ class ShmGroup(PythonGroup):
             exchange = Exchange([Publication(data, self._channel.peers)])
         else:
             exchange = Exchange([], {root: data.size}, {root: data})
-        return self._exchange(Label("broadcast", tensor.dtype, root=root), exchange, data.size, timeout_s)
+        return self._exchange(label("broadcast", tensor.dtype, root=root), exchange, data.size, timeout_s)
 
     def _make_reduce(self, tensor: Tensor, root: int, op: Any, timeout_s: float) -> Make:
         channel, reduction = self._channel, reduction_of(op)
@@ -178,7 +174,7 @@ class ShmGroup(PythonGroup):
             )
         else:
             exchange = Exchange([Publication(data, [root])])
-        return self._exchange(Label("reduce", tensor.dtype, reduction, root), exchange, data.size, timeout_s)
+        return self._exchange(label("reduce", tensor.dtype, reduction, root), exchange, data.size, timeout_s)
 
     def _make_all_gather(self, outputs: list[Tensor], tensor: Tensor, timeout_s: float) -> Make:
         channel = self._channel
@@ -189,7 +185,7 @@ class ShmGroup(PythonGroup):
             {peer: targets[peer] for peer in channel.peers},
             after=lambda: _copy(data, targets[self._own_rank]),
         )
-        return self._exchange(Label("all_gather", tensor.dtype), exchange, data.size, timeout_s)
+        return self._exchange(label("all_gather", tensor.dtype), exchange, data.size, timeout_s)
 
     def _make_gather(self, outputs: list[Tensor], tensor: Tensor, root: int, timeout_s: float) -> Make:
         channel = self._channel
@@ -203,7 +199,7 @@ class ShmGroup(PythonGroup):
                 {peer: targets[peer] for peer in channel.peers},
                 after=lambda: _copy(data, targets[root]),
             )
-        return self._exchange(Label("gather", tensor.dtype, root=root), exchange, data.size, timeout_s)
+        return self._exchange(label("gather", tensor.dtype, root=root), exchange, data.size, timeout_s)
 
     def _make_scatter(self, output: Tensor, tensors: list[Tensor], root: int, timeout_s: float) -> Make:
         channel = self._channel
@@ -215,7 +211,7 @@ class ShmGroup(PythonGroup):
                 [Publication(sources[peer], [peer]) for peer in channel.peers],
                 after=lambda: _copy(sources[root], target),
             )
-        return self._exchange(Label("scatter", output.dtype, root=root), exchange, target.size, timeout_s)
+        return self._exchange(label("scatter", output.dtype, root=root), exchange, target.size, timeout_s)
 
     def _make_reduce_scatter(self, output: Tensor, tensors: list[Tensor], op: Any, timeout_s: float) -> Make:
         channel, reduction = self._channel, reduction_of(op)
@@ -227,7 +223,7 @@ class ShmGroup(PythonGroup):
             reduced=Reduced(kernel, sources[self._own_rank], target),
         )
         return self._exchange(
-            Label("reduce_scatter", output.dtype, reduction), exchange, target.size, timeout_s
+            label("reduce_scatter", output.dtype, reduction), exchange, target.size, timeout_s
         )
 
     def _make_all_to_all(self, outputs: list[Tensor], tensors: list[Tensor], timeout_s: float) -> Make:
@@ -242,21 +238,18 @@ class ShmGroup(PythonGroup):
         )
         # Ranks cannot know how much others exchange among themselves, so the way is the same for every size.
         num_bytes = self._eager_bytes + 1
-        return self._exchange(Label("all_to_all", tensors[0].dtype), exchange, num_bytes, timeout_s)
+        return self._exchange(label("all_to_all", tensors[0].dtype), exchange, num_bytes, timeout_s)
 
     def _make_barrier(self, timeout_s: float) -> Make:
         channel = self._channel
-        exchange = Exchange([Publication(_NO_BYTES, channel.peers)], dict.fromkeys(channel.peers, 0))
-        return self._exchange(Label("barrier"), exchange, 0, timeout_s)
+        exchange = Exchange([Publication(NO_BYTES, channel.peers)], dict.fromkeys(channel.peers, 0))
+        return self._exchange(label("barrier"), exchange, 0, timeout_s)
 
-    def _exchange(self, label: Label, exchange: Exchange, num_bytes: int, timeout_s: float) -> Make:
+    def _exchange(self, name: Label, exchange: Exchange, num_bytes: int, timeout_s: float) -> Make:
         """An exchange in the way that suits its size; ``num_bytes`` must be equal on all ranks."""
         is_small = num_bytes <= self._eager_bytes or not self._channel.peers
         kind = EagerExchange if is_small else StreamExchange
-        return lambda sequence: kind(self._channel, label, sequence, timeout_s, exchange)
-
-
-_NO_BYTES: Bytes = np.empty(0, dtype=np.uint8)
+        return lambda sequence: kind(self._channel, name, sequence, timeout_s, exchange)
 
 
 def _copy_back(flat: Tensor, tensor: Tensor) -> None:

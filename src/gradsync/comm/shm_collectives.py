@@ -21,7 +21,7 @@ import numpy as np
 
 from gradsync.comm.channel import STAGE_BYTES, Channel, Collective, Label
 from gradsync.comm.combine import Bytes, Kernel, reduce_parts
-from gradsync.comm.wire import HEADER, Kind
+from gradsync.comm.wire import Kind
 from gradsync.errors import BackendError
 
 _ALIGNMENT = 64  # slices and pieces start at cache lines
@@ -79,14 +79,13 @@ class EagerExchange(Collective):
         ]
         self._header = self.header(Kind.EAGER)
 
-    def start(self) -> bool:
-        """See ``Operation.start``."""
-        with self.channel.guard(self.name):
-            while self._to_send:
-                peer, data = self._to_send[-1]
-                if not self.wire.try_send(peer, self._header, data):
-                    return False
-                self._to_send.pop()
+    def begin(self) -> bool:
+        """Send what can be sent."""
+        while self._to_send:
+            peer, data = self._to_send[-1]
+            if not self.wire.try_send(peer, self._header, data):
+                return False
+            self._to_send.pop()
         return True
 
     def run(self) -> None:
@@ -96,9 +95,10 @@ class EagerExchange(Collective):
             peer, data = self._to_send.pop()
             self.wire.send(peer, self._header, data, self.deadline)
         sources = list(exchange.expected_bytes)
+        packets = self.wire.collect(sources, self.deadline)
         received = {
-            peer: self._payload(peer, packet)
-            for peer, packet in zip(sources, self.wire.collect(sources, self.deadline), strict=True)
+            peer: self.payload(peer, packet, self._header, exchange.expected_bytes[peer])
+            for peer, packet in zip(sources, packets, strict=True)
         }
         if exchange.reduced is not None:
             exchange.reduced.combine(self.channel, received, 0, exchange.reduced.own.size)
@@ -108,12 +108,39 @@ class EagerExchange(Collective):
         if exchange.after is not None:
             exchange.after()
 
-    def _payload(self, peer: int, packet: bytes) -> Bytes:
-        expected = self._exchange.expected_bytes[peer]
-        if not packet.startswith(self._header) or len(packet) != HEADER.size + expected:
-            _, _, signature, _, _ = HEADER.unpack_from(packet)
-            self.complain(peer, signature, packet[0])
-        return np.frombuffer(packet, dtype=np.uint8, offset=HEADER.size)
+
+class EagerAllReduce(Collective):
+    """All-reduce of a small tensor: the same as an ``EagerExchange``, with as little as possible around it."""
+
+    def __init__(
+        self, channel: Channel, label: Label, sequence: int, timeout_s: float, data: Bytes, kernel: Kernel
+    ) -> None:
+        super().__init__(channel, label, sequence, timeout_s)
+        self._data = data
+        self._kernel = kernel
+        self._header = self.header(Kind.EAGER)
+        self._num_sent = 0
+
+    def begin(self) -> bool:
+        """Send what can be sent."""
+        for peer in self.wire.peers[self._num_sent :]:
+            if not self.wire.try_send(peer, self._header, self._data):
+                return False
+            self._num_sent += 1
+        return True
+
+    def run(self) -> None:
+        """Do the work."""
+        peers, data = self.wire.peers, self._data
+        for peer in peers[self._num_sent :]:
+            self.wire.send(peer, self._header, data, self.deadline)
+        packets = self.wire.collect(peers, self.deadline)
+        parts = [
+            self.payload(peer, packet, self._header, data.size)
+            for peer, packet in zip(peers, packets, strict=True)
+        ]
+        parts.insert(self.channel.rank, data)
+        reduce_parts(self._kernel, parts, [data], self.channel.scratch)
 
 
 class _Outflow:
@@ -328,7 +355,7 @@ class SlicedAllReduce(Collective):
         for peer, packet in zip(self.channel.peers, packets, strict=True):
             _, offsets[peer], second = self.read(peer, packet, Kind.STEP)
             if second >> 1 != self._data.size:
-                self.complain(peer, self.signature, Kind.STEP)
+                self.complain(peer, self.signature)
             are_placed = are_placed and bool(second & 1)
         return are_placed, [offsets[rank] for rank in range(self.channel.size)]
 

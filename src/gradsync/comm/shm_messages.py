@@ -35,7 +35,8 @@ class MessageWork(PythonWork):
     def __init__(
         self, name: str, result: Any, data: Bytes, peer: int | None, tag: int, timeout_s: float
     ) -> None:
-        super().__init__(name, result)
+        super().__init__(result)
+        self.name = name
         self.data = data
         self.peer = peer  # None: anybody
         self.tag = tag & _TAG_MASK
@@ -101,29 +102,11 @@ class Messages:
 
     def send(self, work: MessageWork) -> MessageWork:
         """Send ``work.data`` to ``work.peer``."""
-        with self._channel.guard(work.name), self._lock:
-            if work.peer == self._channel.rank:
-                payload = work.data.copy()
-                self._arrived(_Incoming(work.peer, 0, work.tag, payload.size, payload))
-                self._done.append(work)
-            else:
-                self._send(work)
-        self._complete_done()
-        return work
+        return self._issue(work, self._send)
 
     def receive(self, work: MessageWork) -> MessageWork:
         """Receive into ``work.data`` from ``work.peer``, or from anybody."""
-        with self._channel.guard(work.name), self._lock:
-            for incoming in self._unmatched:
-                if _fits(work, incoming):
-                    self._unmatched.remove(incoming)
-                    self._match(work, incoming)
-                    break
-            else:
-                self._receives.append(work)
-                self._need_thread(work.deadline)
-        self._complete_done()
-        return work
+        return self._issue(work, self._receive)
 
     def close(self) -> None:
         """Wait for the thread to end; the wire must have been closed."""
@@ -131,11 +114,26 @@ class Messages:
             self._thread.join(_JOIN_S)
         self._fail_all(self._channel.failure or BackendError("the group was destroyed"))
 
+    def _issue(self, work: MessageWork, begin: Callable[[MessageWork], None]) -> MessageWork:
+        self._channel.check(work.name)
+        try:
+            with self._lock:
+                begin(work)
+        except BaseException as error:
+            raise self._channel.fail(work.name, error) from error
+        self._complete_done()
+        return work
+
     # -- sending
 
     def _send(self, work: MessageWork) -> None:
         peer = work.peer
         assert peer is not None
+        if peer == self._channel.rank:
+            payload = work.data.copy()
+            self._arrived(_Incoming(peer, 0, work.tag, payload.size, payload))
+            self._done.append(work)
+            return
         number = self._next_number[peer]
         self._next_number[peer] += 1
         if work.data.size <= EAGER_BYTES:
@@ -205,6 +203,15 @@ class Messages:
 
     # -- receiving
 
+    def _receive(self, work: MessageWork) -> None:
+        for incoming in self._unmatched:
+            if _fits(work, incoming):
+                self._unmatched.remove(incoming)
+                self._match(work, incoming)
+                return
+        self._receives.append(work)
+        self._need_thread(work.deadline)
+
     def _read(self, peer: int, packet: bytes) -> None:
         kind, number, tag, first, second = HEADER.unpack_from(packet)
         if kind == Kind.EAGER:
@@ -273,11 +280,10 @@ class Messages:
     def _serve(self) -> None:
         try:
             while True:
-                with self._channel.guard("the exchange of messages"):
-                    self._serve_once()
+                self._serve_once()
                 self._complete_done()
-        except BackendError as error:
-            self._fail_all(error)
+        except Exception as error:
+            self._fail_all(self._channel.fail("the exchange of messages", error))
 
     def _serve_once(self) -> None:
         with self._lock:
@@ -317,7 +323,7 @@ class Messages:
         for work in done:
             _complete(work, None)
 
-    def _fail_all(self, error: BackendError) -> None:
+    def _fail_all(self, error: BaseException) -> None:
         with self._lock:
             failed = self._waiting()
             failed += [incoming.work for incoming in self._incoming.values() if incoming.work is not None]

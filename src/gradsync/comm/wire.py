@@ -5,9 +5,9 @@ segment for larger ones. The system call that carries it also orders the memory 
 that dies closes its sockets, whatever killed it, so its death is seen at once and not by a time-out. Knows
 nothing of tensors and operations.
 
-[Note: Waiting] A waiting rank looks for packets for some microseconds before it sleeps in the kernel: waking
-a sleeping process costs five times as much as a packet. It does so only while every rank of the host can have
-a core to itself.
+[Note: Waiting] A waiting rank looks for packets for a while before it sleeps in the kernel: waking a sleeping
+process costs several times as much as a packet. Between two looks it offers its core to whoever wants it; without
+that, two ranks that the kernel has put on one core would wait for each other's looking.
 
 [Note: Never stuck in sending] A send that finds the socket full takes in what has arrived meanwhile. Two
 ranks that send to each other therefore cannot block each other.
@@ -187,6 +187,7 @@ class Wire:
         if not ready and self.spin_s:
             until = monotonic() + self.spin_s
             while not ready and monotonic() < until:
+                os.sched_yield()
                 ready = self._poller.poll(0)
         if ready:
             self._take_in(ready)

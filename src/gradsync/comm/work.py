@@ -15,9 +15,10 @@ _futures_lock = threading.Lock()
 class PythonWork(dist.Work):
     """An operation that somebody completes, on this or another thread."""
 
-    def __init__(self, name: str, result: Any) -> None:
+    name = "an operation"
+
+    def __init__(self, result: Any) -> None:
         super().__init__()
-        self.name = name
         self.is_finished = False
         self.error: BaseException | None = None
         self._result = result
@@ -93,6 +94,8 @@ class PythonWork(dist.Work):
 
     def resolve(self) -> None:
         """Complete the future, if there is one, and run its callbacks."""
+        if self._source is None:  # who asks for a future after this sees that the operation is over
+            return
         with _futures_lock:
             source, self._source = self._source, None
         if source is not None:
