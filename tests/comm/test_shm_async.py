@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankPool
 from shm_jobs import numbers, shm_group
 
 from gradsync.comm.channel import STAGE_BYTES
 from gradsync.comm.shm_messages import PIECE_BYTES
 from gradsync.errors import BackendError
+from rank_pool import RankPool
 
 LARGE = STAGE_BYTES // 4 + 100
 PATIENCE_S = 15.0

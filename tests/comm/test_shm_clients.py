@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
-from rank_pool import RankPool
 from shm_jobs import shm_group
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -21,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradsync.comm import shm
+from rank_pool import RankPool
 
 
 def make_model(width: int = 16) -> nn.Sequential:
@@ -89,8 +89,8 @@ def torch_ddp_hooks(rank: int, world: int) -> None:
                 torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
         model = TorchDDP(make_model(64), process_group=group)
         state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2, matrix_approximation_rank=2)
-        # Its callbacks issue operations and wait for them. (With several buckets their order is left to chance,
-        # on every backend but NCCL.)
+        # Its callbacks issue operations and wait for them. (With several buckets the order of these is left to
+        # chance, on every backend but NCCL.)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         assert_equal_on_all_ranks(train(model, rank, steps=5), group)
 

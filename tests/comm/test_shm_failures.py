@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankPool
 from shm_jobs import shm_group
 
 from gradsync.comm.channel import STAGE_BYTES
 from gradsync.comm.shm import ShmGroup
 from gradsync.errors import BackendError
+from rank_pool import RankPool
 
 LARGE = 3 * STAGE_BYTES // 4
 PATIENCE_S = 30.0

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankPool
 from shm_jobs import numbers, shm_group
 from torch.distributed import ReduceOp
 
 from gradsync.comm.channel import STAGE_BYTES
 from gradsync.comm.wire import EAGER_BYTES
+from rank_pool import RankPool
 
 INTEGERS = [
     torch.uint8,

@@ -53,7 +53,8 @@ def contiguous(tensor: Tensor) -> Tensor:
     """The tensor itself if its memory is all there is to it, else a contiguous copy."""
     if tensor.device.type != "cpu":
         raise ConfigError(
-            f"a process group for CPU tensors was given one on {tensor.device}; use NCCL for it, or copy it to the CPU"
+            f"a process group for CPU tensors was given one on {tensor.device}; use NCCL for it, or copy it "
+            "to the CPU"
         )
     if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
         return tensor
@@ -71,8 +72,8 @@ def cut_rows(flat: Tensor, sizes: Sequence[int], num_ranks: int, what: str) -> l
     num_rows = flat.shape[0] if flat.dim() else 1
     if not sizes and num_rows % num_ranks:
         raise ConfigError(
-            f"all_to_all_single without sizes cuts the first dimension of the {what} into equal parts, one a rank: "
-            f"{num_rows} is not divisible by {num_ranks}"
+            f"all_to_all_single without sizes cuts the first dimension of the {what} into equal parts, one a "
+            f"rank: {num_rows} is not divisible by {num_ranks}"
         )
     sizes = list(sizes) or [num_rows // num_ranks] * num_ranks
     if len(sizes) != num_ranks or sum(sizes) != num_rows:

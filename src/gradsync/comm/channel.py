@@ -119,20 +119,21 @@ class Channel:
                 return error
             case PeerLostError(has_said_goodbye=True):
                 text = (
-                    f"{self.name_of(error.ranks)} left the group while {me} was in {what}; all ranks of a group "
-                    "have to issue the same operations before any of them ends or destroys the group"
+                    f"{self.name_of(error.ranks)} left the group while {me} was in {what}; all ranks of a "
+                    "group have to issue the same operations before any of them ends or destroys the group"
                 )
             case PeerLostError():
                 text = (
-                    f"{self.name_of(error.ranks)} died while {me} was in {what} (its connection closed without "
-                    "a goodbye); the cause is in the output of that rank, or it was killed"
+                    f"{self.name_of(error.ranks)} died while {me} was in {what} (its connection closed "
+                    "without a goodbye); the cause is in the output of that rank, or it was killed"
                 )
             case PeerAbortedError():
-                text = f"{self.name_of([error.rank])} gave up while {me} was in {what}; its reason: {error.reason}"
+                who = self.name_of([error.rank])
+                text = f"{who} gave up while {me} was in {what}; its reason: {error.reason}"
             case WaitTimeoutError():
                 text = (
-                    f"{what} timed out on {me}: nothing came from {self.name_of(error.missing)}; that rank is "
-                    "late, stuck, or has issued fewer operations on this group"
+                    f"{what} timed out on {me}: nothing came from {self.name_of(error.missing)}; that rank "
+                    "is late, stuck, or has issued fewer operations on this group"
                 )
             case WireClosedError():
                 text = f"the group was destroyed on {me} while {what} was not complete; wait for it first"
@@ -277,6 +278,6 @@ class Collective:
             what = f"{mine}, but with tensors of different sizes"
         raise BackendError(
             f"the ranks do not issue the same operation: {self.channel.name_of([self.channel.rank])} and "
-            f"{self.channel.name_of([peer])} are in {what} (number {self.sequence} of the group); every rank has "
-            "to issue the same operations with the same shapes and dtypes in the same order"
+            f"{self.channel.name_of([peer])} are in {what} (number {self.sequence} of the group); every rank "
+            "has to issue the same operations with the same shapes and dtypes in the same order"
         )

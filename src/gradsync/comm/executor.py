@@ -35,7 +35,8 @@ class Operation(Protocol):
         """What to call it in messages."""
 
     def start(self) -> bool:
-        """Do what can be done without waiting for anybody; True if peers then need nothing more of this rank."""
+        """Do what can be done without waiting for anybody; True if peers then need nothing more of this "
+        "rank."""
 
     def finish(self) -> None:
         """Do the rest, waiting for peers as needed."""

@@ -98,7 +98,8 @@ class _Guest:
         return [peer for peer in range(self._size) if peer != self._rank and peer not in self.meeting.sockets]
 
     def connect(self, peer: int) -> None:
-        """Connect to a lower rank. A card that a former group left in the store is passed over until it changes."""
+        """Connect to a lower rank. A card that a former group left in the store is passed over until it "
+        "changes."""
         while True:
             address, secret = self._card_of(peer)
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -167,7 +168,8 @@ class _Guest:
         if left_s <= 0:
             raise BackendError(
                 "the ranks of a shared-memory group did not meet in time: "
-                f"rank {', '.join(map(str, self.missing()))} did not connect; look at the output of these ranks"
+                f"rank {', '.join(map(str, self.missing()))} did not connect; look at the output of these "
+                "ranks"
             )
         return left_s
 
@@ -178,8 +180,9 @@ def _wait_for(store: Any, keys: Sequence[str], timeout: timedelta) -> None:
     except RuntimeError as error:
         ranks = [key.rpartition("/")[2] for key in keys if not _has(store, key)]
         raise BackendError(
-            f"nothing was heard of rank {', '.join(ranks) or '?'} within {timeout.total_seconds():g} s: the group "
-            "has to be started by all of its ranks; look at the output of these ranks, or raise the timeout"
+            f"nothing was heard of rank {', '.join(ranks) or '?'} within {timeout.total_seconds():g} s: the "
+            "group has to be started by all of its ranks; look at the output of these ranks, or raise the "
+            "timeout"
         ) from error
 
 

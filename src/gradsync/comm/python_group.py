@@ -1,12 +1,13 @@
 """What every process group written in Python shares: torch's calling conventions, as nine plain operations.
 
 ``PythonGroup`` takes the many forms in which torch calls a group (lists of lists, options or plain arguments,
-old and new names), checks the tensors, makes them contiguous, and asks its subclass for an ``Operation`` of one
-plain kind. It runs them through an ``Executor``. It knows nothing of how data travels.
+old and new names), checks the tensors, makes them contiguous, and asks its subclass for an ``Operation`` of
+one plain kind. It runs them through an ``Executor``. It knows nothing of how data travels.
 
-[Note: The inner group] torch reaches some operations of a group from C++ past the Python class (``reduce`` and
-``gather`` called as operators, for instance) and asks for a backend by device. A gloo backend that connects when
-it is first used answers there; nothing that ``torch.distributed`` offers in Python comes that far.
+[Note: The inner group] torch reaches some operations of a group from C++ past the Python class (``reduce``
+and ``gather`` called as operators, for instance) and asks for a backend by device. A gloo backend that
+connects when it is first used answers there; nothing that ``torch.distributed`` offers in Python comes that
+far.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,8 +35,8 @@ _TorchGroup: Any = dist.ProcessGroup
 class PythonGroup(_TorchGroup):  # type: ignore[misc]
     """A process group for CPU tensors whose operations are made in Python.
 
-    Subclasses implement the ``_make_...`` methods. They get contiguous CPU tensors of one dtype, with the sizes
-    that the operation needs, and the timeout in seconds. The tensors live until the operation is over.
+    Subclasses implement the ``_make_...`` methods. They get contiguous CPU tensors of one dtype, with the
+    sizes that the operation needs, and the timeout in seconds. The tensors live until the operation is over.
     """
 
     backend_name = "python"
@@ -151,10 +152,12 @@ class PythonGroup(_TorchGroup):  # type: ignore[misc]
         make = self._make_all_gather(flats, data, timeout_s)
         return self._issue(make, rows, is_awaited, [data], list(zip(flats, rows, strict=True)))
 
-    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
+    def all_gather_single(
+        self, output: Tensor, tensor: Tensor, opts: Any = None, timeout: timedelta | None = None
+    ) -> Work:
         """Give every rank the tensors of all, one after the other in one tensor."""
         arguments.check_total("all_gather_single", "output", output, tensor, self._num_ranks)
-        timeout_s, is_awaited = self._seconds_and_wait(opts)
+        timeout_s, is_awaited = self._seconds_and_wait(opts, timeout)
         flat, data = arguments.contiguous(output), arguments.contiguous(tensor)
         make = self._make_all_gather(arguments.equal_parts(flat, self._num_ranks), data, timeout_s)
         return self._issue(make, [output], is_awaited, [data], [(flat, output)])
@@ -336,7 +339,7 @@ class PythonGroup(_TorchGroup):  # type: ignore[misc]
         self.allgather([outputs], [tensor]).wait()
         return outputs
 
-    def _seconds_and_wait(self, opts: Any, timeout: timedelta | None = None) -> tuple[float, bool]:
+    def _seconds_and_wait(self, opts: Any, timeout: timedelta | None) -> tuple[float, bool]:
         return arguments.seconds_and_wait(opts, timeout, self._timeout_s)
 
 

@@ -103,8 +103,8 @@ def _create(reserve_bytes: int) -> tuple[int, mmap.mmap]:
             os.close(descriptor)
             if reserve_bytes <= _MIN_RESERVE_BYTES:
                 raise BackendError(
-                    f"cannot reserve {reserve_bytes} bytes of shared memory: {error}; raise the limits of the "
-                    "process (ulimit -v, ulimit -f) or use the gloo backend"
+                    f"cannot reserve {reserve_bytes} bytes of shared memory: {error}; raise the limits of "
+                    "the process (ulimit -v, ulimit -f) or use the gloo backend"
                 ) from error
             reserve_bytes = max(_MIN_RESERVE_BYTES, reserve_bytes // 2 // _ALIGNMENT * _ALIGNMENT)
             continue

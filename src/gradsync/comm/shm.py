@@ -22,6 +22,7 @@ from gradsync.comm import arguments
 from gradsync.comm.channel import Channel, Label, label
 from gradsync.comm.combine import NO_BYTES, Bytes, kernel_for, reduction_of
 from gradsync.comm.meeting import Meeting, exchange_hosts, meet
+from gradsync.comm.multihost import MultiHostGroup
 from gradsync.comm.python_group import Make, PythonGroup
 from gradsync.comm.segment import Segment, default_reserve_bytes
 from gradsync.comm.shm_collectives import (
@@ -118,8 +119,12 @@ class ShmGroup(PythonGroup):
     def abort(self) -> None:
         """Leave the group at once and make every peer fail."""
         who = self._channel.name_of([self._own_rank])
-        self._channel.fail("abort", BackendError(f"{who} has aborted the group"))
+        self.give_up(BackendError(f"{who} has aborted the group"))
         self.shutdown()
+
+    def give_up(self, reason: BackendError) -> None:
+        """Make everything fail for this reason, here and on every peer."""
+        self._channel.fail("abort", reason)
 
     # -- messages
 
@@ -268,12 +273,13 @@ def _create(options: Any, _backend_options: Any) -> PythonGroup:
         raise BackendError(f"the shm backend cannot run here: {reason}; use gloo")
     global_ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     hosts = exchange_hosts(options.store, options.group_rank, options.group_size, options.timeout)
-    if len(set(hosts)) > 1:
-        raise BackendError(
-            "the ranks of a shm group have to run on one host (and in one network namespace); ranks are on "
-            f"{len(set(hosts))} hosts: use gloo"
-        )
-    return ShmGroup(options.store, options.group_rank, global_ranks, options.timeout)
+    if len(set(hosts)) == 1:
+        return ShmGroup(options.store, options.group_rank, global_ranks, options.timeout)
+
+    def make_local(store: Any, rank: int, members: list[int]) -> ShmGroup:
+        return ShmGroup(store, rank, [global_ranks[member] for member in members], options.timeout)
+
+    return MultiHostGroup(options.store, options.group_rank, hosts, make_local, options.timeout)
 
 
 def _has_core_for_each(size: int) -> bool:

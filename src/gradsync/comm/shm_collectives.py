@@ -110,7 +110,8 @@ class EagerExchange(Collective):
 
 
 class EagerAllReduce(Collective):
-    """All-reduce of a small tensor: the same as an ``EagerExchange``, with as little as possible around it."""
+    """All-reduce of a small tensor: the same as an ``EagerExchange``, with as little as possible around "
+    "it."""
 
     def __init__(
         self, channel: Channel, label: Label, sequence: int, timeout_s: float, data: Bytes, kernel: Kernel
@@ -144,7 +145,8 @@ class EagerAllReduce(Collective):
 
 
 class _Outflow:
-    """A publication on its way: piece by piece, two at a time, each piece free once all readers have taken it."""
+    """A publication on its way: piece by piece, two at a time, each piece free once all readers have taken "
+    "it."""
 
     def __init__(
         self, operation: "StreamExchange", publication: Publication, stage: int, piece_bytes: int
@@ -279,8 +281,8 @@ class StreamExchange(Collective):
         inflow = self._inflows.get(peer)
         if inflow is None or length > inflow.missing:
             raise BackendError(
-                f"{self.channel.name_of([peer])} sends more to {self.channel.name_of([self.channel.rank])} in "
-                f"{self.name} than is expected: the sizes of the tensors differ between the ranks"
+                f"{self.channel.name_of([peer])} sends more to {self.channel.name_of([self.channel.rank])} "
+                f"in {self.name} than is expected: the sizes of the tensors differ between the ranks"
             )
         inflow.announce(offset, length)
         if self._exchange.reduced is None:

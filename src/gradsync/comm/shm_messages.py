@@ -238,8 +238,9 @@ class Messages:
         if work.data.size != incoming.num_bytes:
             self._receives.append(work)  # where it is found to be failed
             raise BackendError(
-                f"{work.name}: the message from {self._channel.name_of([incoming.peer])} has {incoming.num_bytes} "
-                f"bytes, the tensor to receive it has {work.data.size}; they must have the same size and dtype"
+                f"{work.name}: the message from {self._channel.name_of([incoming.peer])} has "
+                f"{incoming.num_bytes} bytes, the tensor to receive it has {work.data.size}; they must have "
+                "the same size and dtype"
             )
         work.source = incoming.peer
         incoming.work = work
@@ -268,7 +269,8 @@ class Messages:
     # -- the thread
 
     def _need_thread(self, deadline: float | None) -> None:
-        """See that the thread looks at the wire, and no later than at the deadline for what takes too long."""
+        """See that the thread looks at the wire, and no later than at the deadline for what takes too "
+        "long."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="gradsync-shm-messages", daemon=True)
             self._thread.start()
@@ -309,12 +311,13 @@ class Messages:
             candidates = set(self._wire.peers) if work.peer is None else {work.peer}
             if candidates and candidates <= left:
                 raise BackendError(
-                    f"{work.name} cannot be completed: {self._channel.name_of(sorted(candidates))} left the group"
+                    f"{work.name} cannot be completed: {self._channel.name_of(sorted(candidates))} left the "
+                    "group"
                 )
             if work.deadline <= now:
                 raise BackendError(
-                    f"{work.name} timed out on {self._channel.name_of([self._channel.rank])}: the other side is late, "
-                    "stuck, or has not issued its part"
+                    f"{work.name} timed out on {self._channel.name_of([self._channel.rank])}: the other side "
+                    "is late, stuck, or has not issued its part"
                 )
 
     def _complete_done(self) -> None:

@@ -6,8 +6,8 @@ that dies closes its sockets, whatever killed it, so its death is seen at once a
 nothing of tensors and operations.
 
 [Note: Waiting] A waiting rank looks for packets for a while before it sleeps in the kernel: waking a sleeping
-process costs several times as much as a packet. Between two looks it offers its core to whoever wants it; without
-that, two ranks that the kernel has put on one core would wait for each other's looking.
+process costs several times as much as a packet. Between two looks it offers its core to whoever wants it;
+without that, two ranks that the kernel has put on one core would wait for each other's looking.
 
 [Note: Never stuck in sending] A send that finds the socket full takes in what has arrived meanwhile. Two
 ranks that send to each other therefore cannot block each other.
@@ -161,7 +161,7 @@ class Wire:
             self._wait(peers, deadline)
 
     def pump(self, deadline: float | None, room_for: Iterable[int] = ()) -> None:
-        """Sleep until something has come, a peer of ``room_for`` has room, ``wake`` was called or the deadline passed.
+        """Sleep until a packet, room at a peer of ``room_for``, a call of ``wake`` or the deadline.
 
         For a thread that serves all peers at once; raises like ``collect``, but for the time-out.
         """

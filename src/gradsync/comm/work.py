@@ -105,8 +105,8 @@ class PythonWork(dist.Work):
         """Sleep until the operation is over, at most ``limit_s``."""
         if not self._done.acquire(timeout=-1 if limit_s is None else limit_s):
             raise BackendError(
-                f"{self.name} is not complete after the {limit_s:g} s that its caller gave it; it goes on until the "
-                "timeout of its group"
+                f"{self.name} is not complete after the {limit_s:g} s that its caller gave it; it goes on "
+                "until the timeout of its group"
             )
         self._done.release()  # for the next one who waits
 
