@@ -78,9 +78,7 @@ def run(namespaces: list[str], folder: Path, scenario: str) -> list[subprocess.C
         command = ["ip", "netns", "exec", namespaces[host], sys.executable, "-W", "error", __file__]
         command += [scenario, str(rank), str(folder / "store")]
         processes.append(
-            subprocess.Popen(
-                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )
     results = []
     try:

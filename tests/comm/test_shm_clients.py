@@ -25,9 +25,7 @@ from rank_pool import RankPool
 
 def make_model(width: int = 16) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 4)
-    )
+    return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 4))
 
 
 def batch(rank: int, step: int = 0) -> torch.Tensor:
@@ -135,8 +133,7 @@ def tensor_parallel(rank: int, world: int) -> None:
     train(model, 0)
     train(reference, 0)
     full = [
-        parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-        for parameter in model.parameters()
+        parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter for parameter in model.parameters()
     ]
     assert_close([each.detach() for each in full], [each.detach() for each in reference.parameters()])
 
@@ -200,9 +197,7 @@ def device_mesh(rank: int, world: int) -> None:
         assert dist.get_backend(group) == "shm"
         assert dist.get_world_size(group) == world and dist.get_rank(group) == rank
         assert dist.get_process_group_ranks(group) == list(range(world))
-    mesh = dist.init_device_mesh(
-        "cpu", (2, 2), mesh_dim_names=("a", "b"), backend_override={"a": "shm", "b": "shm"}
-    )
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"), backend_override={"a": "shm", "b": "shm"})
     for name in ("a", "b"):
         part = mesh[name].get_group()
         assert dist.get_backend(part) == "shm"

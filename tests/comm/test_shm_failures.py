@@ -102,9 +102,7 @@ def busy(group: ShmGroup, rank: int, pipe: Connection) -> None:
     shared = group.allocate(LARGE, torch.float32)
     while True:
         size = chance.choice([1, 1000, 20_000, LARGE])
-        kind = chance.choice(
-            ["all_reduce", "in place", "broadcast", "all_gather", "reduce_scatter", "ring", "barrier"]
-        )
+        kind = chance.choice(["all_reduce", "in place", "broadcast", "all_gather", "reduce_scatter", "ring", "barrier"])
         tensor = torch.ones(size)
         if kind == "all_reduce":
             group.allreduce([tensor]).wait()
@@ -277,9 +275,7 @@ def disagree(rank: int, world: int, left: int, right: int) -> None:
             group.barrier().wait()  # a root that only sends learns of it here
 
 
-@pytest.mark.parametrize(
-    "pair", [(0, 1), (0, 2), (2, 3), (0, 4), (0, 5), (0, 6), (2, 8), (6, 7), (2, 9), (8, 9)]
-)
+@pytest.mark.parametrize("pair", [(0, 1), (0, 2), (2, 3), (0, 4), (0, 5), (0, 6), (2, 8), (6, 7), (2, 9), (8, 9)])
 def test_ranks_that_do_not_issue_the_same_operation_are_told(ranks: RankPool, pair: tuple[int, int]) -> None:
     ranks(disagree, *pair)
 

@@ -79,9 +79,7 @@ def all_reduce_everything(rank: int, world: int, sizes: list[int]) -> None:
                     if is_shared:
                         tensor = group.allocate(size, dtype).copy_(tensor)
                     dist.all_reduce(tensor, op, group)
-                    assert_equal(
-                        tensor, expected(op, world, size, dtype), f"{op} of {dtype}, {size}, {is_shared}"
-                    )
+                    assert_equal(tensor, expected(op, world, size, dtype), f"{op} of {dtype}, {size}, {is_shared}")
 
 
 def assert_equal(actual: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
@@ -194,9 +192,7 @@ def reduce_everything(rank: int, world: int) -> None:
                         reduce(rank, world, group, size, op, dtype, is_shared)
 
 
-def reduce(
-    rank: int, world: int, group: Any, size: int, op: Any, dtype: torch.dtype, is_shared: bool
-) -> None:
+def reduce(rank: int, world: int, group: Any, size: int, op: Any, dtype: torch.dtype, is_shared: bool) -> None:
     what = f"with {op} of {size} {dtype}, {'in' if is_shared else 'outside'} the segment"
 
     def placed(tensor: torch.Tensor) -> torch.Tensor:
@@ -234,9 +230,7 @@ def test_reduce_and_reduce_scatter(pool: RankPool) -> None:
 def all_to_all_of_uneven_parts(rank: int, world: int) -> None:
     with shm_group() as group:
         for unit in (1, ONE_PIECE):
-            sizes = [
-                [unit * ((sender + receiver) % 3) for receiver in range(world)] for sender in range(world)
-            ]
+            sizes = [[unit * ((sender + receiver) % 3) for receiver in range(world)] for sender in range(world)]
             inputs = [numbers(rank, sizes[rank][peer], torch.float32, salt=peer) for peer in range(world)]
             received = [sizes[peer][rank] for peer in range(world)]
             output = torch.empty(sum(received))

@@ -53,8 +53,7 @@ def contiguous(tensor: Tensor) -> Tensor:
     """The tensor itself if its memory is all there is to it, else a contiguous copy."""
     if tensor.device.type != "cpu":
         raise ConfigError(
-            f"a process group for CPU tensors was given one on {tensor.device}; use NCCL for it, or copy it "
-            "to the CPU"
+            f"a process group for CPU tensors was given one on {tensor.device}; use NCCL for it, or copy it to the CPU"
         )
     if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
         return tensor

@@ -95,9 +95,7 @@ class Channel:
     def check(self, what: str) -> None:
         """Raise if the group has failed before."""
         if self.failure is not None:
-            raise BackendError(
-                f"{what} cannot run: the group has failed before: {self.failure}"
-            ) from self.failure
+            raise BackendError(f"{what} cannot run: the group has failed before: {self.failure}") from self.failure
 
     def fail(self, what: str, error: BaseException) -> BaseException:
         """End the group because of ``error``; returns what to raise: the first failure.

@@ -79,9 +79,7 @@ _BITWISE = (Reduction.BAND, Reduction.BOR, Reduction.BXOR)
 _ORDERED = (Reduction.MIN, Reduction.MAX)
 
 # Every dtype has a small number by which ranks tell each other what they hold.
-_DTYPES_BY_NAME = {
-    name: value for name, value in sorted(vars(torch).items()) if isinstance(value, torch.dtype)
-}
+_DTYPES_BY_NAME = {name: value for name, value in sorted(vars(torch).items()) if isinstance(value, torch.dtype)}
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(dict.fromkeys(_DTYPES_BY_NAME.values()), start=1)}
 DTYPE_NAMES = {code: str(dtype).removeprefix("torch.") for dtype, code in DTYPE_CODES.items()}
 
@@ -106,9 +104,7 @@ class _NumpyKernel:
     def __init__(self, reduction: Reduction, dtype: torch.dtype) -> None:
         self._dtype = NUMPY_DTYPES[dtype]
         if dtype.is_complex and reduction in (Reduction.SUM, Reduction.AVG):
-            self._dtype = NUMPY_DTYPES[
-                dtype.to_real()
-            ]  # the division of an average is then one of real numbers
+            self._dtype = NUMPY_DTYPES[dtype.to_real()]  # the division of an average is then one of real numbers
         self._ufunc = _UFUNCS[reduction]
         self._is_average = reduction is Reduction.AVG
 
@@ -152,8 +148,7 @@ def reduction_of(op: Any) -> Reduction:
     kind = _BY_HASH.get(hash(op))
     if kind is None:
         raise ConfigError(
-            f"the reduction {op} is not supported here; supported are "
-            f"{', '.join(kind.name for kind in Reduction)}"
+            f"the reduction {op} is not supported here; supported are {', '.join(kind.name for kind in Reduction)}"
         )
     return kind
 
@@ -177,18 +172,14 @@ _KERNELS: dict[tuple[Reduction, torch.dtype], Kernel] = {}
 
 def _check(reduction: Reduction, dtype: torch.dtype) -> None:
     if dtype not in NUMPY_DTYPES and dtype not in _TORCH_DTYPES:
-        raise ConfigError(
-            f"tensors of {dtype} can be copied between ranks but not reduced ({reduction.name})"
-        )
+        raise ConfigError(f"tensors of {dtype} can be copied between ranks but not reduced ({reduction.name})")
     is_fractional = dtype.is_floating_point or dtype.is_complex
     if reduction in _BITWISE and is_fractional:
         raise ConfigError(f"ReduceOp.{reduction.name} works on integers and bools only, not on {dtype}")
     if reduction is Reduction.AVG and not is_fractional:
         raise ConfigError(f"ReduceOp.AVG of {dtype} would lose the fraction; use SUM and divide")
     if reduction in _ORDERED and dtype.is_complex:
-        raise ConfigError(
-            f"ReduceOp.{reduction.name} of {dtype} is not defined: complex numbers have no order"
-        )
+        raise ConfigError(f"ReduceOp.{reduction.name} of {dtype} is not defined: complex numbers have no order")
 
 
 def reduce_parts(kernel: Kernel, parts: Sequence[Bytes], targets: Sequence[Bytes], scratch: Bytes) -> None:

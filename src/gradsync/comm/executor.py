@@ -84,9 +84,7 @@ class Executor:
         self._lock = threading.Lock()  # guards everything but the run of an operation; taken after the turn
         self._turn = threading.Lock()
         self._num_unstarted = 0
-        self._is_served = (
-            False  # a thread is on its way through the queue and will not overlook anything in it
-        )
+        self._is_served = False  # a thread is on its way through the queue and will not overlook anything in it
         self._num_idle = 0
         self._calls: SimpleQueue[bool] = SimpleQueue()  # to idle threads: look at the queue, or end
         self._threads: list[threading.Thread] = []

@@ -144,9 +144,7 @@ class _Guest:
         self, connection: socket.socket, expected: list[int], num_descriptors: int
     ) -> tuple[int, list[int]] | None:
         """Who is there, and the descriptors passed beside that of the memory; None for a stranger."""
-        message, descriptors, _, _ = socket.recv_fds(
-            connection, _HELLO.size, num_descriptors, socket.MSG_CMSG_CLOEXEC
-        )
+        message, descriptors, _, _ = socket.recv_fds(connection, _HELLO.size, num_descriptors, socket.MSG_CMSG_CLOEXEC)
         if len(message) == _HELLO.size and len(descriptors) == num_descriptors:
             secret, peer, num_bytes = _HELLO.unpack(message)
             if secret == self._secret and peer in expected:

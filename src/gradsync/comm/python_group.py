@@ -105,9 +105,7 @@ class PythonGroup(_TorchGroup):  # type: ignore[misc]
             return self._all_reduce_sparse(tensor, op)
         timeout_s, is_awaited = self._seconds_and_wait(opts, timeout)
         flat = arguments.contiguous(tensor)
-        return self._issue(
-            self._make_all_reduce(flat, op, timeout_s), [tensor], is_awaited, copies=[(flat, tensor)]
-        )
+        return self._issue(self._make_all_reduce(flat, op, timeout_s), [tensor], is_awaited, copies=[(flat, tensor)])
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         """``allreduce`` of each tensor."""
@@ -121,9 +119,7 @@ class PythonGroup(_TorchGroup):  # type: ignore[misc]
         root = arguments.root_rank(opts if root is None else root, self._num_ranks)
         timeout_s, is_awaited = self._seconds_and_wait(opts, timeout)
         flat = arguments.contiguous(tensor)
-        return self._issue(
-            self._make_broadcast(flat, root, timeout_s), [tensor], is_awaited, copies=[(flat, tensor)]
-        )
+        return self._issue(self._make_broadcast(flat, root, timeout_s), [tensor], is_awaited, copies=[(flat, tensor)])
 
     def reduce(
         self,
@@ -141,9 +137,7 @@ class PythonGroup(_TorchGroup):  # type: ignore[misc]
         make = self._make_reduce(flat, root, getattr(opts, "reduceOp", op), timeout_s)
         return self._issue(make, [tensor], is_awaited, copies=[(flat, tensor)])
 
-    def allgather(
-        self, outputs: Any, tensors: Any, opts: Any = None, timeout: timedelta | None = None
-    ) -> Work:
+    def allgather(self, outputs: Any, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
         """Give every rank the tensors of all, as a list."""
         rows, tensor = arguments.inner_list(outputs), arguments.single(tensors, "all_gather")
         arguments.check_list("all_gather", "output", rows, tensor, self._num_ranks)
@@ -167,9 +161,7 @@ class PythonGroup(_TorchGroup):  # type: ignore[misc]
     def allgather_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> Any:
         """``allgather`` of each input; ``outputs`` holds one list a rank."""
         rows = [[row[index] for row in outputs] for index in range(len(tensors))]
-        return _together(
-            [self.allgather([row], [tensor], opts) for row, tensor in zip(rows, tensors, strict=True)]
-        )
+        return _together([self.allgather([row], [tensor], opts) for row, tensor in zip(rows, tensors, strict=True)])
 
     def all_gather_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> Any:
         """``all_gather_single`` of each pair."""
@@ -215,9 +207,7 @@ class PythonGroup(_TorchGroup):  # type: ignore[misc]
         make = self._make_scatter(flat, data, root, timeout_s)
         return self._issue(make, [output], is_awaited, data, [(flat, output)])
 
-    def reduce_scatter(
-        self, outputs: Any, tensors: Any, opts: Any = None, timeout: timedelta | None = None
-    ) -> Work:
+    def reduce_scatter(self, outputs: Any, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
         """Give every rank the reduction of the tensors meant for it."""
         output, rows = arguments.single(outputs, "reduce_scatter"), arguments.inner_list(tensors)
         arguments.check_list("reduce_scatter", "input", rows, output, self._num_ranks)
@@ -233,15 +223,11 @@ class PythonGroup(_TorchGroup):  # type: ignore[misc]
 
     def reduce_scatter_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> Any:
         """``reduce_scatter_single`` of each pair."""
-        return _together(
-            [self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, tensors, strict=True)]
-        )
+        return _together([self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, tensors, strict=True)])
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def alltoall(
-        self, outputs: Any, tensors: Any, opts: Any = None, timeout: timedelta | None = None
-    ) -> Work:
+    def alltoall(self, outputs: Any, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
         """Send one tensor to each rank and receive one from each."""
         rows = list(outputs)
         arguments.check_count("all_to_all", "output", rows, self._num_ranks)
@@ -308,9 +294,7 @@ class PythonGroup(_TorchGroup):  # type: ignore[misc]
             self._coalesced.append(work)
         return work
 
-    def _reduce_scatter(
-        self, output: Tensor, data: list[Tensor], opts: Any, timeout: timedelta | None
-    ) -> Work:
+    def _reduce_scatter(self, output: Tensor, data: list[Tensor], opts: Any, timeout: timedelta | None) -> Work:
         timeout_s, is_awaited = self._seconds_and_wait(opts, timeout)
         flat = arguments.contiguous(output)
         make = self._make_reduce_scatter(flat, data, arguments.reduce_op(opts), timeout_s)
@@ -325,8 +309,7 @@ class PythonGroup(_TorchGroup):  # type: ignore[misc]
         parts = [
             torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)])
             for gathered in (
-                self._gathered(arguments.padded_rows(rows, max(counts)))
-                for rows in (mine.indices().t(), mine.values())
+                self._gathered(arguments.padded_rows(rows, max(counts))) for rows in (mine.indices().t(), mine.values())
             )
         ]
         total = torch.sparse_coo_tensor(parts[0].t(), parts[1], tensor.shape, check_invariants=False)

@@ -20,9 +20,7 @@ from gradsync.comm.combine import Bytes
 from gradsync.errors import BackendError
 
 _MIN_RESERVE_BYTES = 256 * 2**20
-_ADDRESS_BUDGET_BYTES = (
-    2**45
-)  # a quarter of the addresses that a process has on x86-64, for all segments of a group
+_ADDRESS_BUDGET_BYTES = 2**45  # a quarter of the addresses that a process has on x86-64, for all segments of a group
 _ALIGNMENT = 4096  # whole pages, so that freed memory can be given back
 
 

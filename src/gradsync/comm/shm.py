@@ -83,11 +83,7 @@ class ShmGroup(PythonGroup):
         super().__init__(store, rank, size, timeout, _loopback_gloo(store, rank, size, timeout))
         segment = Segment(reserve_bytes or default_reserve_bytes(size))
         try:
-            meeting = (
-                meet(_torch.PrefixStore("shm", store), rank, size, segment, timeout)
-                if size > 1
-                else Meeting()
-            )
+            meeting = meet(_torch.PrefixStore("shm", store), rank, size, segment, timeout) if size > 1 else Meeting()
         finally:
             segment.close_descriptor()
         wire = Wire(meeting.sockets, _SPIN_S if _has_core_for_each(size) else 0.0)
@@ -174,9 +170,7 @@ class ShmGroup(PythonGroup):
         kernel = kernel_for(reduction, tensor.dtype)
         data = channel.bytes_of(tensor)
         if root == self._own_rank:
-            exchange = Exchange(
-                [], dict.fromkeys(channel.peers, data.size), reduced=Reduced(kernel, data, data)
-            )
+            exchange = Exchange([], dict.fromkeys(channel.peers, data.size), reduced=Reduced(kernel, data, data))
         else:
             exchange = Exchange([Publication(data, [root])])
         return self._exchange(label("reduce", tensor.dtype, reduction, root), exchange, data.size, timeout_s)
@@ -227,9 +221,7 @@ class ShmGroup(PythonGroup):
             dict.fromkeys(channel.peers, target.size),
             reduced=Reduced(kernel, sources[self._own_rank], target),
         )
-        return self._exchange(
-            label("reduce_scatter", output.dtype, reduction), exchange, target.size, timeout_s
-        )
+        return self._exchange(label("reduce_scatter", output.dtype, reduction), exchange, target.size, timeout_s)
 
     def _make_all_to_all(self, outputs: list[Tensor], tensors: list[Tensor], timeout_s: float) -> Make:
         channel = self._channel

@@ -32,9 +32,7 @@ _JOIN_S = 10.0
 class MessageWork(PythonWork):
     """A message that is sent or received."""
 
-    def __init__(
-        self, name: str, result: Any, data: Bytes, peer: int | None, tag: int, timeout_s: float
-    ) -> None:
+    def __init__(self, name: str, result: Any, data: Bytes, peer: int | None, tag: int, timeout_s: float) -> None:
         super().__init__(result)
         self.name = name
         self.data = data
@@ -86,13 +84,9 @@ class Messages:
         self._wire = wire
         self._lock = threading.Lock()  # guards everything below
         self._thread: threading.Thread | None = None
-        self._looks_again_at: float | None = (
-            0.0  # when the thread does so by itself; None: not before a packet
-        )
+        self._looks_again_at: float | None = 0.0  # when the thread does so by itself; None: not before a packet
         self._next_number = dict.fromkeys(wire.peers, 0)
-        self._backlog: dict[int, deque[tuple[bytes, Any, MessageWork | None]]] = {
-            peer: deque() for peer in wire.peers
-        }
+        self._backlog: dict[int, deque[tuple[bytes, Any, MessageWork | None]]] = {peer: deque() for peer in wire.peers}
         self._outgoing: dict[tuple[int, int], _Outgoing] = {}  # by peer and number
         self._incoming: dict[tuple[int, int], _Incoming] = {}
         self._unmatched: list[_Incoming] = []  # messages that no receive has taken yet, in order of arrival
@@ -147,9 +141,7 @@ class Messages:
         self._transmit(peer, HEADER.pack(Kind.OFFER, number, work.tag, work.data.size, 0))
         self._advance(outgoing)
 
-    def _transmit(
-        self, peer: int, header: bytes, payload: Any = b"", work: MessageWork | None = None
-    ) -> None:
+    def _transmit(self, peer: int, header: bytes, payload: Any = b"", work: MessageWork | None = None) -> None:
         """Send a packet now or when there is room; then ``work`` is done."""
         if self._backlog[peer] or not self._wire.try_send(peer, header, payload):
             self._backlog[peer].append((header, payload, work))
@@ -311,8 +303,7 @@ class Messages:
             candidates = set(self._wire.peers) if work.peer is None else {work.peer}
             if candidates and candidates <= left:
                 raise BackendError(
-                    f"{work.name} cannot be completed: {self._channel.name_of(sorted(candidates))} left the "
-                    "group"
+                    f"{work.name} cannot be completed: {self._channel.name_of(sorted(candidates))} left the group"
                 )
             if work.deadline <= now:
                 raise BackendError(

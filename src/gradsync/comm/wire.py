@@ -97,9 +97,7 @@ class Wire:
         self._gone: set[int] = set()  # left after a goodbye
         self._is_closed = False
         self._send_lock = threading.Lock()
-        self._alarm = os.eventfd(
-            0, os.EFD_CLOEXEC | os.EFD_NONBLOCK
-        )  # wakes a waiting thread of this process
+        self._alarm = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # wakes a waiting thread of this process
         self._poller = select.poll()
         self._poller.register(self._alarm, select.POLLIN)
         self._peer_of = {}
