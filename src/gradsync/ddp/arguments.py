@@ -30,6 +30,11 @@ def resolve_group(process_group: Any, device_mesh: Any) -> Any:
         ValueError: there is no process group.
         RuntimeError: both arguments were given, or the mesh has more than one axis.
     """
+    is_group = process_group in (None, dist.GroupMember.NON_GROUP_MEMBER) or hasattr(process_group, "rank")
+    if not is_group:
+        raise TypeError(f"process_group is a torch.distributed.ProcessGroup, but got {process_group!r}")
+    if device_mesh is not None and not isinstance(device_mesh, dist.device_mesh.DeviceMesh):
+        raise TypeError(f"device_mesh is a torch.distributed.device_mesh.DeviceMesh, but got {device_mesh!r}")
     if process_group is not None and device_mesh is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if device_mesh is not None:
@@ -56,9 +61,24 @@ def first_problem(*checks: Callable[[], object]) -> Exception | None:
     for check in checks:
         try:
             check()
-        except (ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             return error
     return None
+
+
+def check_types(device_ids: Any, mixed_precision: Any, forward_sync_buffers: Any, cap_mb_list: Any) -> None:
+    """Raise TypeError for arguments that are not of the kind that the constructor reads."""
+    for name, value in (("device_ids", device_ids), ("bucket_cap_mb_list", cap_mb_list)):
+        if value is not None and (isinstance(value, str) or not isinstance(value, Sequence)):
+            raise TypeError(f"{name} is a list or None, but got {value!r}")
+    if mixed_precision is not None and not hasattr(mixed_precision, "param_dtype"):
+        raise TypeError(
+            f"mixed_precision is a torch.nn.parallel.distributed._MixedPrecision or None, but got {mixed_precision!r}"
+        )
+    if not isinstance(forward_sync_buffers, bool):
+        raise TypeError(
+            f"forward_sync_buffers and broadcast_buffers are True, False or None, but got {forward_sync_buffers!r}"
+        )
 
 
 def check_delay(named_parameters: Any, trigger: Any) -> None:

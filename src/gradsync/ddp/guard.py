@@ -35,25 +35,24 @@ def watch(reducer: "Reducer") -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     for reducer in list(_reducers):
-        if any(reducer.touched):
-            if reducer.is_in_backward:
-                _refuse(reducer, optimizer)
-            else:
-                _report(reducer, optimizer)
+        if reducer.is_in_backward:
+            _refuse(reducer, optimizer)
+        elif any(reducer.touched):
+            _report(reducer, optimizer)
 
 
 def _refuse(reducer: "Reducer", optimizer: torch.optim.Optimizer) -> None:
-    names = _stepped(reducer, optimizer)
+    names = _stepped(reducer, optimizer, reducer.holding_gradients())
     if names:
         raise ContractError(
-            f"rank {reducer.rank}: optimizer.step() inside backward, on a gradient that is not synchronised yet: "
+            f"rank {reducer.rank}: optimizer.step() in the middle of backward, on a gradient that is not synchronised yet: "
             f"{_some(names)}; step after backward, or use torch.distributed.optim._apply_optimizer_in_backward, which "
             f"gradsync runs on the synchronised gradients"
         )
 
 
 def _report(reducer: "Reducer", optimizer: torch.optim.Optimizer) -> None:
-    names = _stepped(reducer, optimizer)
+    names = _stepped(reducer, optimizer, reducer.unsynchronized())
     if names:
         warnings.warn(
             f"rank {reducer.rank}: optimizer.step() on gradients that were accumulated but never synchronised: "
@@ -64,9 +63,8 @@ def _report(reducer: "Reducer", optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _stepped(reducer: "Reducer", optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the names of the optimizer's parameters that hold gradients of this rank alone."""
-    local = reducer.unsynchronized()
+def _stepped(reducer: "Reducer", optimizer: torch.optim.Optimizer, local: list[str]) -> list[str]:
+    """Return which of these names are those of parameters of the optimizer."""
     if not local:
         return []
     by_name = dict(zip(reducer.names, reducer.parameters, strict=True))

@@ -137,6 +137,9 @@ class DistributedDataParallel(TorchSurface):
         self._set_devices(named, device_ids, output_device)
         self._agree(
             arguments.first_problem(
+                lambda: arguments.check_types(
+                    device_ids, mixed_precision, self.forward_sync_buffers, bucket_cap_mb_list
+                ),
                 lambda: arguments.check_delay(delay_all_reduce_named_params, param_to_hook_all_reduce),
                 lambda: arguments.check_caps(bucket_cap_mb, bucket_cap_mb_list),
                 lambda: arguments.check_reduction(reduction),
@@ -145,9 +148,9 @@ class DistributedDataParallel(TorchSurface):
             ),
             init_sync,
             {
-                "bucket limits (MiB)": [bucket_cap_mb, bucket_cap_mb_list],
-                "reduction": reduction,
-                "forward_sync_buffers": self.forward_sync_buffers,
+                "bucket limits (MiB)": str([bucket_cap_mb, bucket_cap_mb_list]),
+                "reduction": str(reduction),
+                "forward_sync_buffers": str(self.forward_sync_buffers),
                 "mixed_precision": str(mixed_precision),
             },
         )
@@ -171,7 +174,7 @@ class DistributedDataParallel(TorchSurface):
         self.device: torch.device = named[0][1].device if named else _CPU
         self.device_type = self.device.type
         self.is_multi_device_module = len({p.device for _, p in named}) > 1
-        has_ids = bool(device_ids) and self.device_type != "cpu"
+        has_ids = bool(device_ids) and isinstance(device_ids, Sequence) and self.device_type != "cpu"
         self.device_ids = [_index(d) for d in device_ids or ()] if has_ids else None
         self.output_device = output_device if device_ids else None
 

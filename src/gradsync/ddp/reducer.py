@@ -260,6 +260,7 @@ class Reducer(ReducerSurface):
         def output_hook(_: torch.Tensor) -> None:
             # Not a weak reference: a graph keeps its reducer, so that a wrapper may be gone before backward.
             if not self._in_pass:
+                self._hooks.come_last()
                 self._begin_pass()
 
         self._forward_thread = threading.get_ident()
@@ -413,7 +414,10 @@ class Reducer(ReducerSurface):
         """Make sure, once, of what all ranks must have in common before their collectives can pair."""
         if self.is_order_agreed:
             return
+        shared = self.group
         self.groups.make_private()
+        if self.hook is not None and self.hook.state is shared:
+            self.hook.state = self.group
         check_same_hook(self.control_group, None if self.hook is None else self.hook.name, torch.device("cpu"))
 
     def finish_backward(self) -> None:
@@ -593,7 +597,6 @@ class Reducer(ReducerSurface):
 
     def _learn(self, joined: bool) -> None:
         """Take this pass as the expectation for the next; after the first one, agree on rank 0's ready order."""
-        self._hooks.come_last()
         if not joined:
             self.readiness.learn(self._late)
         if self.is_order_agreed:
@@ -692,6 +695,10 @@ class Reducer(ReducerSurface):
         finally:
             self._close_pass()
         check_abandoned(slots, self.rank, self.num_passes - 1)
+
+    def holding_gradients(self) -> list[str]:
+        """Return the names of the parameters that hold any gradient."""
+        return [name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is not None]
 
     def unsynchronized(self) -> list[str]:
         """Return the names of the parameters that hold gradients of this rank alone."""
