@@ -4,7 +4,6 @@ A reducer is referred to weakly, so that a wrapper that is dropped leaves the mo
 """
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -48,9 +47,9 @@ class ParameterHooks:
     def come_last(self) -> None:
         """Let hooks that the user has set since run before ours: they may change the gradient, and must see it."""
         for parameter, key in self._after:
-            hooks: OrderedDict[int, Any] = parameter._post_accumulate_grad_hooks  # type: ignore[assignment]
+            hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks
             if len(hooks) > 1:
-                hooks.move_to_end(key)
+                hooks[key] = hooks.pop(key)  # autograd goes by the order of insertion
 
     def _after_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         receiver = self._receiver
