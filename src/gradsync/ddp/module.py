@@ -449,8 +449,9 @@ class DistributedDataParallel(TorchSurface):
         throw_on_early_termination: bool = False,
     ) -> Join:
         """Return a context in which ranks may run out of batches at different times."""
+        optimizer = [] if self.reducer.sharding is None else [self.reducer.sharding.tenant]
         return Join(
-            [self],
+            [self, *optimizer],
             enable,
             throw_on_early_termination,
             divide_by_initial_world_size=divide_by_initial_world_size,

@@ -177,6 +177,11 @@ class TorchSurface(TorchDDP):
         self._ddp._activate()
 
     def _claim_hook(self) -> None:
+        if self.reducer.sharding is not None:
+            raise ConfigError(
+                "the gradients of this DistributedDataParallel are reduced for its ZeroRedundancyOptimizer, so no "
+                "communication hook can reduce them; use one of the two"
+            )
         if self._ddp._comm_hooks:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
 
