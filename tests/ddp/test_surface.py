@@ -220,6 +220,20 @@ def test_delayed_parameters_are_reduced_like_all_others(ranks: RankPool, all_of_
     assert_equal_replicas(ranks(_delayed, all_of_them))
 
 
+def _delayed_stranger(rank: int, world: int) -> str:
+    module, stranger = TwoLayers(), nn.Parameter(torch.ones(1))
+    return raised(
+        lambda: DistributedDataParallel(
+            module, delay_all_reduce_named_params=[("stranger", stranger)], param_to_hook_all_reduce=module.b.weight
+        )
+    )
+
+
+def test_a_delayed_parameter_that_is_not_the_modules(ranks: RankPool) -> None:
+    for text in ranks(_delayed_stranger):
+        assert text.startswith("ValueError") and "stranger" in text
+
+
 # ----------------------------------------------------------------- static graph
 
 

@@ -134,7 +134,9 @@ class DistributedDataParallel(TorchSurface):
         self._set_devices(named, device_ids, output_device)
         self._agree(
             arguments.first_problem(
-                lambda: arguments.check_delay(delay_all_reduce_named_params, param_to_hook_all_reduce),
+                lambda: arguments.check_delay(
+                    delay_all_reduce_named_params, param_to_hook_all_reduce, module.parameters()
+                ),
                 lambda: arguments.check_caps(bucket_cap_mb, bucket_cap_mb_list),
                 lambda: arguments.check_reduction(reduction),
                 lambda: check_parameters(named),
