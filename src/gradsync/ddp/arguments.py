@@ -4,7 +4,7 @@ Spelled and, where torch checks too, worded so that programs that match on torch
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -81,10 +81,21 @@ def check_types(device_ids: Any, mixed_precision: Any, forward_sync_buffers: Any
         )
 
 
-def check_delay(named_parameters: Any, trigger: Any) -> None:
-    """Raise ValueError if only one of the two arguments about delayed parameters was given."""
+def check_delay(named_parameters: Any, trigger: Any, known: Iterable[torch.Tensor]) -> None:
+    """Check the two arguments about delayed parameters; ``known`` are the parameters of the module.
+
+    Raises:
+        ValueError: only one of them was given, or a parameter is not the module's and would stay local.
+    """
     if (named_parameters is None) != (trigger is None):
         raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.")
+    identities = {id(p) for p in known}
+    for name, parameter in named_parameters or ():
+        if id(parameter) not in identities:
+            raise ValueError(
+                f"delay_all_reduce_named_params names {name!r}, which is no parameter of the module and would never be "
+                f"synchronised; register it in the module, or leave it out"
+            )
 
 
 def check_devices(parameters: Sequence[torch.Tensor], device_ids: Sequence[Any] | None, output_device: Any) -> None:

@@ -46,8 +46,8 @@ def _refuse(reducer: "Reducer", optimizer: torch.optim.Optimizer) -> None:
     if names:
         raise ContractError(
             f"rank {reducer.rank}: optimizer.step() in the middle of backward, on a gradient that is not "
-            f"synchronised yet: {_some(names)}; step after backward, or use torch.distributed.optim._apply_optimizer_in_backward, which "
-            f"gradsync runs on the synchronised gradients"
+            f"synchronised yet: {_some(names)}; step after backward, or use "
+            f"torch.distributed.optim._apply_optimizer_in_backward, which gradsync runs on the synchronised gradients"
         )
 
 

@@ -140,7 +140,9 @@ class DistributedDataParallel(TorchSurface):
                 lambda: arguments.check_types(
                     device_ids, mixed_precision, self.forward_sync_buffers, bucket_cap_mb_list
                 ),
-                lambda: arguments.check_delay(delay_all_reduce_named_params, param_to_hook_all_reduce),
+                lambda: arguments.check_delay(
+                    delay_all_reduce_named_params, param_to_hook_all_reduce, module.parameters()
+                ),
                 lambda: arguments.check_caps(bucket_cap_mb, bucket_cap_mb_list),
                 lambda: arguments.check_reduction(reduction),
                 lambda: check_parameters(named),
