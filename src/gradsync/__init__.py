@@ -9,16 +9,34 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gradsync.comm.process import init_process_group as init_process_group
+    from gradsync.ddp.compression import bf16_compress_hook as bf16_compress_hook
+    from gradsync.ddp.compression import fp16_compress_hook as fp16_compress_hook
     from gradsync.ddp.module import DistributedDataParallel as DistributedDataParallel
+    from gradsync.ddp.replace import replace_torch_ddp as replace_torch_ddp
+    from gradsync.ddp.sharded_optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
+    from gradsync.ddp.sharded_state import plain_optimizer_state as plain_optimizer_state
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "DistributedDataParallel": "gradsync.ddp.module",
+    "ZeroRedundancyOptimizer": "gradsync.ddp.sharded_optimizer",
+    "bf16_compress_hook": "gradsync.ddp.compression",
+    "fp16_compress_hook": "gradsync.ddp.compression",
     "init_process_group": "gradsync.comm.process",
+    "plain_optimizer_state": "gradsync.ddp.sharded_state",
+    "replace_torch_ddp": "gradsync.ddp.replace",
 }
 
-__all__ = ["DistributedDataParallel", "init_process_group"]
+__all__ = [
+    "DistributedDataParallel",
+    "ZeroRedundancyOptimizer",
+    "bf16_compress_hook",
+    "fp16_compress_hook",
+    "init_process_group",
+    "plain_optimizer_state",
+    "replace_torch_ddp",
+]
 
 
 def __getattr__(name: str) -> Any:

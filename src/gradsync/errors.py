@@ -29,6 +29,10 @@ class ReducerFailedError(GradsyncError, RuntimeError):
     """A pass could not be completed; the engine runs no further collective until it is reset."""
 
 
+class ShardedGradientError(GradsyncError, RuntimeError):
+    """The values of a gradient are asked for that no rank holds whole, since the optimizer is sharded."""
+
+
 class BackendError(GradsyncError, RuntimeError):
     """A process group could not be started, or was lost while it was used."""
 

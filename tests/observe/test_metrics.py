@@ -58,7 +58,7 @@ def test_nothing_to_forget(tmp_path):
 
 def test_tensorboard_events_are_written_where_it_is_installed(tmp_path):
     pytest.importorskip("tensorboard")
-    sinks = open_sinks(tmp_path, tensorboard=True)
+    sinks = open_sinks(tmp_path, tensorboard=True, wandb=None, config={})
     assert [type(sink) for sink in sinks] == [JsonLines, TensorBoard]
     for sink in sinks:
         sink.write(StepRecord(1, 1.5, 0.1, 2.0, 10.0))
@@ -68,7 +68,7 @@ def test_tensorboard_events_are_written_where_it_is_installed(tmp_path):
 
 
 def test_tensorboard_can_be_left_out(tmp_path):
-    (only,) = open_sinks(tmp_path, tensorboard=False)
+    (only,) = open_sinks(tmp_path, tensorboard=False, wandb=None, config={})
     only.close()
     assert isinstance(only, JsonLines)
 

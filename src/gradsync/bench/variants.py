@@ -12,6 +12,7 @@ from torch import nn
 
 from gradsync.bench.workloads import Workload
 from gradsync.ddp.module import DistributedDataParallel
+from gradsync.ddp.sharded_optimizer import ZeroRedundancyOptimizer
 
 Step = Callable[[], None]
 
@@ -25,6 +26,8 @@ class Variant(enum.StrEnum):
     """torch's DistributedDataParallel on the backend named behind the slash."""
     GRADSYNC = "gradsync"
     """gradsync's DistributedDataParallel on the backend named behind the slash."""
+    ZERO = "zero"
+    """gradsync's DistributedDataParallel with the ZeroRedundancyOptimizer, on the backend named behind the slash."""
     THREADS = "threads"
     """The older way, one process with a thread a replica: what torch's DataParallel does on GPUs."""
 
@@ -36,12 +39,7 @@ def make_step(variant: Variant, workload: Workload, group: Any, rank: int) -> St
     if variant is Variant.THREADS:
         return _threads_step(workload, module, group.size())
     batch = workload.batch(rank)
-    optimizer = workload.optimizer(module)
-    replica: nn.Module = module
-    if variant is Variant.TORCH:
-        replica = nn.parallel.DistributedDataParallel(module, process_group=group)
-    elif variant is Variant.GRADSYNC:
-        replica = DistributedDataParallel(module, process_group=group)
+    replica, optimizer = _train_with(variant, workload, module, group)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -49,6 +47,21 @@ def make_step(variant: Variant, workload: Workload, group: Any, rank: int) -> St
         optimizer.step()
 
     return step
+
+
+def _train_with(
+    variant: Variant, workload: Workload, module: nn.Module, group: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    if variant is Variant.ZERO:
+        ddp = DistributedDataParallel(module, process_group=group)
+        options = workload.optimizer_options
+        return ddp, ZeroRedundancyOptimizer(ddp.parameters(), workload.optimizer_class, ddp=ddp, **options)
+    optimizer = workload.optimizer(module)
+    if variant is Variant.TORCH:
+        return nn.parallel.DistributedDataParallel(module, process_group=group), optimizer
+    if variant is Variant.GRADSYNC:
+        return DistributedDataParallel(module, process_group=group), optimizer
+    return module, optimizer
 
 
 def _threads_step(workload: Workload, module: nn.Module, num_replicas: int) -> Step:

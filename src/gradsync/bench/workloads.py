@@ -27,8 +27,13 @@ class Workload:
     build: Callable[[], nn.Module]
     batch: Callable[[int], Any]
     loss: Callable[[nn.Module, Any], torch.Tensor]
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    optimizer_class: type[torch.optim.Optimizer]
+    optimizer_options: dict[str, Any]
     steps_per_sample: int = 1
+
+    def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
+        """Return a new optimizer of the module's parameters."""
+        return self.optimizer_class(module.parameters(), **self.optimizer_options)
 
 
 def _toy() -> nn.Module:
@@ -66,23 +71,19 @@ def _token_loss(module: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> 
     return loss
 
 
-def _sgd(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(module.parameters(), lr=1e-6)
-
-
-def _adamw(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(module.parameters(), lr=1e-6, fused=True)
+_SGD = (torch.optim.SGD, {"lr": 1e-6})
+_ADAMW = (torch.optim.AdamW, {"lr": 1e-6, "fused": True})
 
 
 def _gpt_workload(name: str, config: GPT2Config, batch_size: int, context: int) -> Workload:
     batch = partial(_random_tokens, batch_size, context, config.vocab_size)
-    return Workload(name, partial(_gpt, config), batch, _token_loss, _adamw)
+    return Workload(name, partial(_gpt, config), batch, _token_loss, *_ADAMW)
 
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {
-    "toy": lambda: Workload("toy", _toy, partial(_random_inputs, (32, 10)), _square_loss, _sgd, 200),
-    "many": lambda: Workload("many", _many, partial(_random_inputs, (8, 16)), _square_loss, _sgd, 10),
-    "mlp": lambda: Workload("mlp", _mlp, partial(_random_inputs, (64, 1024)), _square_loss, _sgd, 4),
+    "toy": lambda: Workload("toy", _toy, partial(_random_inputs, (32, 10)), _square_loss, *_SGD, 200),
+    "many": lambda: Workload("many", _many, partial(_random_inputs, (8, 16)), _square_loss, *_SGD, 10),
+    "mlp": lambda: Workload("mlp", _mlp, partial(_random_inputs, (64, 1024)), _square_loss, *_SGD, 4),
     "gpt-small": lambda: _gpt_workload(
         "gpt-small", GPT2Config(num_layers=6, num_heads=6, width=384, context=256, vocab_size=257), 4, 256
     ),
@@ -112,4 +113,4 @@ def workload_of_factory(path: str) -> Workload:
             f"--model {path}: the function must return (module, batch) or (module, batch, loss), not {made!r:.80}"
         )
     loss = made[2] if len(made) == 3 else _square_loss
-    return Workload(path, lambda: factory()[0], lambda _: made[1], loss, _sgd)
+    return Workload(path, lambda: factory()[0], lambda _: made[1], loss, *_SGD)

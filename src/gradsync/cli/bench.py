@@ -102,7 +102,7 @@ def _contestants(backends: Sequence[str], with_threads: bool) -> "tuple[Contesta
 
     return (
         Contestant(Variant.BARE),
-        *(Contestant(v, b) for b in backends for v in (Variant.TORCH, Variant.GRADSYNC)),
+        *(Contestant(v, b) for b in backends for v in (Variant.TORCH, Variant.GRADSYNC, Variant.ZERO)),
         *([Contestant(Variant.THREADS)] if with_threads else []),
     )
 

@@ -22,6 +22,7 @@ COMMANDS = {
     "prepare": ("gradsync.cli.prepare", "turn text into token shards to train on"),
     "eval": ("gradsync.cli.eval", "take a trained run's loss on text, or its accuracy on completion tasks"),
     "export": ("gradsync.cli.export", "write a trained run in the form of another library"),
+    "report": ("gradsync.cli.report", "write a page about one or several runs"),
     "bench": ("gradsync.cli.bench", "time a training step under different engines, side by side"),
     "sample": ("gradsync.cli.sample", "print text from a trained run"),
 }

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from gradsync.cli.cores import num_cores
 from gradsync.cli.options import add_config_options, given_options, new_parser, print_config
 from gradsync.errors import ConfigError, DataError
 from gradsync.train.batch import choose_num_processes, plan_batch
@@ -26,13 +27,16 @@ def main(arguments: Sequence[str]) -> int:
     parser = new_parser("train", _DESCRIPTION)
     add_config_options(parser)
     parser.option("--config", str | None, None, "YAML file of these options; the command line wins", "run")
+    parser.option("--dry-run", bool, False, "say what the run would be, its memory and its files, and exit", "run")
     parser.option("--print-config", bool, False, "print the resulting options and exit", "run")
     given = given_options(parser, arguments)
-    is_printing = given.pop("print_config", False)
+    is_printing, is_dry = given.pop("print_config", False), given.pop("dry_run", False)
     config = resolve(_with_inherited(given))
     if is_printing:
         print_config(asdict(config))
         return 0
+    if is_dry:
+        return _dry_run(config)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         from gradsync.cli.worker import join
 
@@ -47,6 +51,16 @@ def _with_inherited(given: dict[str, Any]) -> dict[str, Any]:
     run = given.get("run") or newest_run_path()
     saved = inherited(read_config(Path(run))) if Path(run).is_dir() and any(Path(run).iterdir()) else {}
     return {**saved, **given, "run": run}
+
+
+def _dry_run(config: TrainConfig) -> int:
+    from gradsync.train.dryrun import dry_run
+
+    config = replace(config, run=config.run or new_run_path(config.preset))
+    device_type = config.device if config.device != "auto" else ("cuda" if _num_gpus() else "cpu")
+    for line in dry_run(config, config.nproc or _choose_nproc(config), device_type):
+        print(line)
+    return 0
 
 
 def _start(config: TrainConfig) -> int:
@@ -73,16 +87,16 @@ def _choose_nproc(config: TrainConfig) -> int:
 
 
 def _num_places(device: str) -> int:
-    if device != "cpu" and _may_have_cuda():
-        import torch
-
-        if torch.cuda.is_available():
-            return torch.cuda.device_count()
-    if device == "cuda":
+    gpus = 0 if device == "cpu" else _num_gpus()
+    if device == "cuda" and not gpus:
         raise ConfigError("--device cuda: there is no CUDA device on this machine; use --device cpu or auto")
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return gpus or num_cores()
 
 
-def _may_have_cuda() -> bool:
+def _num_gpus() -> int:
     # Saves the import of torch in the parent of CPU runs, where the driver's files tell enough.
-    return sys.platform != "linux" or Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
+    if sys.platform == "linux" and not Path("/dev/nvidiactl").exists() and not Path("/dev/dxg").exists():
+        return 0
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

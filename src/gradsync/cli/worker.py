@@ -18,6 +18,7 @@ from typing import NoReturn
 
 import torch
 
+from gradsync.cli.cores import num_cores
 from gradsync.cli.failures import describe, failure_of, keep_trace, record
 from gradsync.cli.main import EXIT_INTERRUPTED, EXIT_TERMINATED, fail
 from gradsync.cli.parent import die_with_parent
@@ -163,8 +164,7 @@ def _set_threads(config: TrainConfig) -> None:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     elif "OMP_NUM_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+        torch.set_num_threads(max(1, num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
 def _open_view(config: TrainConfig) -> View:

@@ -145,10 +145,10 @@ class Bucket:
         views = self.buffer.views
         self._keep_untouched(grads, is_grad, touched)
         if not any(is_grad) and all(g is not None for g in grads):
-            _copy_all(views, grads)
+            copy_all(views, grads)
         else:
             pairs = [(v, g) for v, g, own in zip(views, grads, is_grad, strict=True) if g is not None and not own]
-            _copy_all([v for v, _ in pairs], [g for _, g in pairs])
+            copy_all([v for v, _ in pairs], [g for _, g in pairs])
             self.missing = [i for i, g in zip(self.plan.indices, grads, strict=True) if g is None]
             if self.missing:
                 torch._foreach_zero_([self.view_of(i) for i in self.missing])
@@ -157,6 +157,14 @@ class Bucket:
         for parameter in self.parameters:
             parameter.grad = None
         self.is_launched = True
+
+    def add_late(self, index: int, contribution: torch.Tensor) -> None:
+        """Add to the reduced gradient of a parameter what all ranks together were late with."""
+        self.view_of(index).add_(contribution)
+
+    def multiply(self, factor: float) -> None:
+        """Multiply the reduced gradients."""
+        self.buffer.gradients.mul_(factor)
 
     def write_back(self, is_used: Sequence[bool] | None) -> None:
         """Point ``grad`` of each used parameter at its view; put back what the others had.
@@ -199,7 +207,7 @@ class Bucket:
     def _make_buffer(self) -> FlatBuffer:
         plan = self.plan
         whole = self._allocate(plan.numel + self._tail_numel, plan.dtype, plan.device)
-        views = [_view_at(whole, offset, spec) for offset, spec in zip(plan.offsets, self._specs, strict=True)]
+        views = [view_at(whole, offset, spec) for offset, spec in zip(plan.offsets, self._specs, strict=True)]
         buffer = FlatBuffer(whole, whole[: plan.numel], whole[plan.numel :], views)
         buffer.remember_idle_counts()
         return buffer
@@ -231,7 +239,8 @@ def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
     return parameter if local is None else local
 
 
-def _copy_all(targets: list[torch.Tensor], sources: Sequence[torch.Tensor | None]) -> None:
+def copy_all(targets: list[torch.Tensor], sources: Sequence[torch.Tensor | None]) -> None:
+    """Copy gradients, sparse ones too, into the views in one call."""
     if not targets:
         return
     if any(s.is_sparse for s in sources if s is not None):
@@ -239,7 +248,7 @@ def _copy_all(targets: list[torch.Tensor], sources: Sequence[torch.Tensor | None
     torch._foreach_copy_(targets, sources)  # type: ignore[arg-type]
 
 
-def _view_at(whole: torch.Tensor, offset: int, spec: ParameterSpec) -> torch.Tensor:
+def view_at(whole: torch.Tensor, offset: int, spec: ParameterSpec) -> torch.Tensor:
     """Return a tensor over the buffer's memory that is no autograd view, so that ``grad.detach_()`` works on it."""
     start = whole.storage_offset() + offset
     if spec.dtype.is_complex:

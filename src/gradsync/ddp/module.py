@@ -19,6 +19,7 @@ from gradsync.comm.groups import broadcast_tensors
 from gradsync.comm.private import Lease, borrow_group
 from gradsync.ddp import arguments, guard
 from gradsync.ddp.comm_hooks import CommHook
+from gradsync.ddp.compiler import keep_compiler_out
 from gradsync.ddp.join import Announcement, DDPJoinHook, announce, hook_arguments
 from gradsync.ddp.outputs import find_tensors
 from gradsync.ddp.plan import MIB, caps_from_mib
@@ -110,6 +111,7 @@ class DistributedDataParallel(TorchSurface):
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
+        keep_compiler_out()
         arguments.check_module(module)
         arguments.warn_deprecated(check_reduction)
         self.process_group = arguments.resolve_group(process_group, device_mesh)
@@ -228,7 +230,6 @@ class DistributedDataParallel(TorchSurface):
 
     # ------------------------------------------------------------- forward
 
-    @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined, untyped-decorator]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; synchronise buffers before it where they are due, and watch its outputs for backward."""
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)
@@ -448,8 +449,9 @@ class DistributedDataParallel(TorchSurface):
         throw_on_early_termination: bool = False,
     ) -> Join:
         """Return a context in which ranks may run out of batches at different times."""
+        optimizer = [] if self.reducer.sharding is None else [self.reducer.sharding.tenant]
         return Join(
-            [self],
+            [self, *optimizer],
             enable,
             throw_on_early_termination,
             divide_by_initial_world_size=divide_by_initial_world_size,
@@ -499,6 +501,7 @@ class DistributedDataParallel(TorchSurface):
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
+        keep_compiler_out()
         state = dict(state)
         ranks = state.pop("ranks")
         module = state.pop("module")

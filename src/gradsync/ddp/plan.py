@@ -13,6 +13,9 @@ MIB = 2**20
 DEFAULT_FIRST_CAP_BYTES = 1 * MIB
 DEFAULT_CAP_BYTES = 25 * MIB
 
+_SLICE_ALIGNMENT_BYTES = 64
+"""Parameters and slices start at cache lines: fast kernels ask for it, and no complex pair is cut."""
+
 _REAL_OF_COMPLEX = {
     torch.complex32: torch.float16,
     torch.complex64: torch.float32,
@@ -99,7 +102,24 @@ class Plan:
         return home
 
 
-def make_plan(specs: Sequence[ParameterSpec], order: Iterable[int], caps_bytes: Sequence[float]) -> Plan:
+@dataclass(frozen=True)
+class Slicing:
+    """Buckets that are cut into slices of equal length, one a rank (see ``sharding``).
+
+    A parameter of ``alone_bytes`` or more gets a bucket of its own, so that its gradient can travel from where
+    it is, without a copy.
+    """
+
+    num_slices: int
+    alone_bytes: int = 512 * 2**10
+
+
+def make_plan(
+    specs: Sequence[ParameterSpec],
+    order: Iterable[int],
+    caps_bytes: Sequence[float],
+    slicing: Slicing | None = None,
+) -> Plan:
     """Fill buckets with the parameters in the given order.
 
     A bucket is closed when its bytes reach its limit, so it overshoots by up to one parameter. The
@@ -116,6 +136,9 @@ def make_plan(specs: Sequence[ParameterSpec], order: Iterable[int], caps_bytes: 
         spec = specs[index]
         if spec.is_sparse:
             continue
+        if slicing is not None and spec.num_bytes >= slicing.alone_bytes:
+            closed.append([index])
+            continue
         key = (spec.flat_dtype, spec.device)
         open_members.setdefault(key, []).append(index)
         open_bytes[key] = open_bytes.get(key, 0) + spec.num_bytes
@@ -124,7 +147,7 @@ def make_plan(specs: Sequence[ParameterSpec], order: Iterable[int], caps_bytes: 
             open_bytes[key] = 0
             num_closed[key] = num_closed.get(key, 0) + 1
     closed.extend(open_members.values())
-    buckets = [_bucket_plan(specs, members) for members in closed]
+    buckets = [_bucket_plan(specs, members, slicing) for members in closed]
     _move_float32_last(buckets)
     sparse = tuple(index for index in order if specs[index].is_sparse)
     return Plan(tuple(specs), tuple(buckets), sparse)
@@ -149,16 +172,28 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
-def _bucket_plan(specs: Sequence[ParameterSpec], members: Sequence[int]) -> BucketPlan:
+def _bucket_plan(specs: Sequence[ParameterSpec], members: Sequence[int], slicing: Slicing | None = None) -> BucketPlan:
+    first = specs[members[0]]
+    alignment = 1 if slicing is None else slice_alignment(first.flat_dtype)
     offsets = []
     end = 0
     for index in members:
-        if specs[index].dtype.is_complex:
-            end += end % 2  # a complex view starts at a whole pair
+        # a complex view starts at a whole pair
+        end = _round_up(end, max(alignment, 2 if specs[index].dtype.is_complex else 1))
         offsets.append(end)
         end += specs[index].flat_numel
-    first = specs[members[0]]
+    if slicing is not None:
+        end = _round_up(end, slicing.num_slices * alignment)
     return BucketPlan(tuple(members), tuple(offsets), end, first.flat_dtype, first.device)
+
+
+def slice_alignment(dtype: torch.dtype) -> int:
+    """Return the number of elements whose multiples slices, and the parameters in them, start at."""
+    return max(_SLICE_ALIGNMENT_BYTES // dtype.itemsize, 1)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def _move_float32_last(buckets: list[BucketPlan]) -> None:

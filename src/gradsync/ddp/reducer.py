@@ -39,7 +39,7 @@ import json
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ from gradsync.comm.groups import Group, broadcast_tensors, exchange_text
 from gradsync.ddp.backward import is_accumulating
 from gradsync.ddp.bucket import Bucket, local_tensor
 from gradsync.ddp.comm_hooks import HookedCollective
+from gradsync.ddp.compiler import refuse_compiled_autograd
 from gradsync.ddp.control import (
     WORD_LIMIT,
     ControlWords,
@@ -67,6 +68,7 @@ from gradsync.ddp.reducer_surface import ReducerSurface
 from gradsync.ddp.replicas import describe_parameters, first_difference
 from gradsync.ddp.rounds import reduce_newcomers, reduce_sparse
 from gradsync.ddp.settings import Reduction, Settings
+from gradsync.ddp.sharding import Sharding
 from gradsync.ddp.watch import ModuleWatch
 from gradsync.errors import ContractError, ReducerFailedError
 
@@ -95,6 +97,7 @@ class Reducer(ReducerSurface):
         self.gradient_weight = 0.0
         self.has_equal_buffers = True
         self.hook: HookedCollective | None = None
+        self.sharding: Sharding | None = None
         self.on_failure: Callable[[], object] = lambda: None
         self.backward_over: Callable[[], object] = lambda: None
         """Called first when a backward that began a pass is over."""
@@ -120,6 +123,8 @@ class Reducer(ReducerSurface):
 
     def _install(self, named: list[NamedParameter]) -> None:
         """Take these parameters as the ones to synchronise, and plan their buckets anew."""
+        if self.sharding is not None:
+            self.sharding.check_members(named)
         touched_before = {id(p) for p, t in zip(self.parameters, self.touched, strict=True) if t}
         results = self._results()
         self.names = [name for name, _ in named]
@@ -133,7 +138,11 @@ class Reducer(ReducerSurface):
         self._register_hooks()
         self.readiness = Readiness(len(named))
         self.is_order_agreed = False
-        self._use_plan(make_plan(self.specs, reversed(range(len(named))), self.settings.caps_bytes), results)
+        self._use_plan(self._plan_for(reversed(range(len(named)))), results)
+
+    def _plan_for(self, order: Iterable[int]) -> Plan:
+        slicing = None if self.sharding is None else self.sharding.slicing
+        return make_plan(self.specs, order, self.settings.caps_bytes, slicing)
 
     def _owned(self) -> list[NamedParameter]:
         """Return the trainable parameters that no later wrapper has taken over."""
@@ -166,22 +175,29 @@ class Reducer(ReducerSurface):
         words = num_words(len(self.specs), self.world_size)
         last = plan.buckets[-1] if plan.buckets else None
         self._words_ride = (
-            last is not None and last.dtype == torch.float32 and last.device.type == "cpu" and self.hook is None
+            last is not None
+            and last.dtype == torch.float32
+            and last.device.type == "cpu"
+            and self.hook is None
+            and self.sharding is None
         )
         self._words = None if self._words_ride else torch.zeros(words)
-        self.buckets = [
+        self.buckets = self._make_buckets(plan, words) if self.sharding is None else self.sharding.make_buckets(plan)
+        for bucket in self.buckets:
+            bucket.adopt(results)
+
+    def _make_buckets(self, plan: Plan, words: int) -> list[Bucket]:
+        return [
             Bucket(
                 number,
                 bucket_plan,
                 self.specs,
                 [self.parameters[i] for i in bucket_plan.indices],
-                words if self._words_ride and bucket_plan is last else 0,
+                words if self._words_ride and bucket_plan is plan.buckets[-1] else 0,
                 self.settings.allocate,
             )
             for number, bucket_plan in enumerate(plan.buckets)
         ]
-        for bucket in self.buckets:
-            bucket.adopt(results)
 
     def _register_hooks(self) -> None:
         self.remove_hooks()
@@ -190,7 +206,7 @@ class Reducer(ReducerSurface):
             self._handles.append(
                 parameter.register_post_accumulate_grad_hook(_gradient_hook(reducer, index))  # type: ignore[no-untyped-call]
             )
-            if self.settings.reduction is not Reduction.MEAN:
+            if self.settings.reduction is not Reduction.MEAN and self.sharding is None:
                 self._handles.append(parameter.register_hook(_carry_hook(reducer, index)))  # type: ignore[no-untyped-call]
 
     def detach(self) -> None:
@@ -216,6 +232,15 @@ class Reducer(ReducerSurface):
         """Let a communication hook do the collectives of the buckets from now on."""
         self.hook = hook
         self._use_plan(self.plan, self._results())
+
+    def use_sharding(self, sharding: Sharding) -> None:
+        """Leave on each rank only its slices of the reduced gradients from now on; collective."""
+        self.settle()
+        results = self._results()
+        self.sharding = sharding
+        self._register_hooks()
+        order = [index for bucket in self.plan.buckets for index in bucket.indices]
+        self._use_plan(self._plan_for(order), results)
 
     # ------------------------------------------------------------- the pass begins
 
@@ -259,6 +284,7 @@ class Reducer(ReducerSurface):
         if not self.synchronizes:
             return False
         self.settle()
+        refuse_compiled_autograd(self.rank)
         self._open_pass()
         self._pass = attend(self)
         return True
@@ -317,23 +343,30 @@ class Reducer(ReducerSurface):
         try:
             if self.hook is not None:
                 self.hook.launch(bucket, is_last=bucket.number == len(self.buckets) - 1)
+            elif self.sharding is not None:
+                self.sharding.launch(bucket)
             else:
                 bucket.work = self.group.allreduce([bucket.buffer.whole])
         except BaseException as error:
-            self._fail(error)
+            self.fail(error)
             raise
 
     @property
     def contribution_scale(self) -> float:
         """What this rank multiplies its gradients by before the sum."""
-        return 1.0 / self.world_size if self._takes_mean else 1.0
+        return self.mean_scale if self._takes_mean else 1.0
+
+    @property
+    def mean_scale(self) -> float:
+        """What makes a mean over ranks out of a sum, where a mean is asked for; whatever a hook does."""
+        return 1.0 / self.world_size if self.settings.reduction is Reduction.MEAN else 1.0
 
     @property
     def _takes_mean(self) -> bool:
         return self.settings.reduction is Reduction.MEAN and (self.hook is None or not self.hook.divides)
 
     def _put_carried_aside(self, bucket: Bucket) -> None:
-        if self.settings.reduction is Reduction.MEAN:
+        if self.settings.reduction is Reduction.MEAN or self.sharding is not None:
             return
         for index in bucket.plan.indices:
             if not self.touched[index]:
@@ -440,7 +473,7 @@ class Reducer(ReducerSurface):
         except ContractError:
             raise
         except BaseException as error:
-            self._fail(error)
+            self.fail(error)
             raise
         finally:
             self._close_pass()
@@ -514,21 +547,24 @@ class Reducer(ReducerSurface):
             parameters = [self.parameters[i] for i in bucket_plan.indices]
             extra = Bucket(len(self.buckets) + number, bucket_plan, self.specs, parameters)
             extra.collect(everything, self.contribution_scale)
-            if self.hook is not None:
-                self.hook.launch(extra, is_last=False)
-                self.hook.wait(extra, [self.names[i] for i in bucket_plan.indices])
-            else:
-                self.group.allreduce([extra.buffer.whole]).wait()
+            self.reduce_extra(extra, [self.names[i] for i in bucket_plan.indices])
             for index, view in zip(bucket_plan.indices, extra.views, strict=True):
-                bucket = self.buckets[self.bucket_of[index]]
-                bucket.view_of(index).add_(view)
+                self.buckets[self.bucket_of[index]].add_late(index, view)
+
+    def reduce_extra(self, extra: Bucket, names: Sequence[str]) -> None:
+        """Reduce a bucket that is not in the plan, and wait for it."""
+        if self.hook is not None:
+            self.hook.launch(extra, is_last=False)
+            self.hook.wait(extra, names)
+        else:
+            self.group.allreduce([extra.buffer.whole]).wait()
 
     def _divide(self, words: ControlWords) -> None:
         """Apply what only the control words could tell: the total weight, or the number of ranks with a batch."""
         factor = self.late_factor(words)
         if factor != 1.0:
             for bucket in self.buckets:
-                bucket.buffer.gradients.mul_(factor)
+                bucket.multiply(factor)
 
     def late_factor(self, words: ControlWords) -> float:
         """Return what the sum over ranks is still to be multiplied by."""
@@ -569,7 +605,7 @@ class Reducer(ReducerSurface):
         self.is_order_agreed = True
         mine = torch.tensor(self.readiness.ready_order(), dtype=torch.int64)
         agreed = broadcast_tensors(self.control_group, [mine], source=0)[0].tolist()
-        plan = make_plan(self.specs, agreed, self.settings.caps_bytes)
+        plan = self._plan_for(agreed)
         if plan.buckets != self.plan.buckets:
             self._use_plan(plan, self._results())
 
@@ -578,10 +614,12 @@ class Reducer(ReducerSurface):
         assert self._change is not None
         known = {id(p) for p in self.parameters}
         claim(self, [p for _, p in self._change if id(p) not in known])
-        reduce_newcomers(self, self._change)
+        assert self.last_words is not None
+        reduce_newcomers(self, self._change, self.last_words)
         self._install(self._change)
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
+        """Run no further collective; see [Note: Failure]."""
         if self.failure is None:
             self.failure = f"{type(error).__name__}: {error}"
             self.on_failure()
@@ -620,7 +658,7 @@ class Reducer(ReducerSurface):
         self._launch_rest(RankState.JOINED)
         self._finish(learns=True, joined=True)
         for parameter, grad in finished:
-            if parameter.grad is None:  # else the result of this pass, which a sharded optimizer may need
+            if parameter.grad is None and self.sharding is None:  # else the result of this pass, for the step
                 parameter.grad = grad
 
     def abandon_backward(self) -> None:
@@ -628,7 +666,7 @@ class Reducer(ReducerSurface):
         try:
             self._launch_abandoned()
         except BaseException as error:
-            self._fail(error)
+            self.fail(error)
 
     def _launch_abandoned(self) -> None:
         """Launch what a backward that raised has left undone, so that the other ranks are not kept waiting.
@@ -646,7 +684,7 @@ class Reducer(ReducerSurface):
         try:
             slots = self._wait().slots
         except BaseException as error:
-            self._fail(error)
+            self.fail(error)
             raise
         finally:
             self._close_pass()

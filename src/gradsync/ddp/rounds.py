@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _NONE, _SPARSE, _DENSE = 0, 1, 2
 
 
-def reduce_newcomers(reducer: "Reducer", named: Sequence[tuple[str, nn.Parameter]]) -> None:
+def reduce_newcomers(reducer: "Reducer", named: Sequence[tuple[str, nn.Parameter]], words: ControlWords) -> None:
     """Reduce the gradients of the parameters that the plan of this pass did not know yet.
 
     Raises:
@@ -37,21 +37,22 @@ def reduce_newcomers(reducer: "Reducer", named: Sequence[tuple[str, nn.Parameter
     reducer.control_group.allreduce([has_grad]).wait()
     specs = [parameter_spec(name, local_tensor(p)) for name, p in newcomers]
     plan = make_plan(specs, range(len(specs)), reducer.settings.caps_bytes)
-    factor = reducer.contribution_scale
-    for number, bucket_plan in enumerate(plan.buckets):
+    for number, bucket_plan in enumerate(plan.buckets, start=len(reducer.buckets)):
         bucket = Bucket(number, bucket_plan, specs, [parameters[i] for i in bucket_plan.indices])
-        bucket.collect(bytearray(b"\1" * len(specs)), factor)
-        reducer.group.allreduce([bucket.buffer.whole]).wait()
+        bucket.collect(bytearray(b"\1" * len(specs)), reducer.contribution_scale)
+        reducer.reduce_extra(bucket, [specs[i].name for i in bucket_plan.indices])
+        bucket.buffer.gradients.mul_(reducer.late_factor(words))
         bucket.write_back([bool(has_grad[i] > 0) for i in bucket_plan.indices])
 
 
 def reduce_sparse(reducer: "Reducer", words: ControlWords) -> None:
     """Reduce the gradients of the parameters whose module declares them sparse.
 
-    A gradient that is dense on some rank (its table is used by a dense layer too) is dense on all.
+    A gradient that is dense on some rank (its table is used by a dense layer too) is dense on all. A communication
+    hook is not asked: it knows flat buffers only.
     """
     used = [i for i in reducer.plan.sparse if words.used[i] > 0]
-    factor = reducer.contribution_scale * reducer.late_factor(words)
+    factor = reducer.mean_scale * reducer.late_factor(words)
     for index in used:
         parameter = reducer.parameters[index]
         grad = parameter.grad

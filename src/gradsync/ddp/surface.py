@@ -177,6 +177,11 @@ class TorchSurface(TorchDDP):
         self._ddp._activate()
 
     def _claim_hook(self) -> None:
+        if self.reducer.sharding is not None:
+            raise ConfigError(
+                "the gradients of this DistributedDataParallel are reduced for its ZeroRedundancyOptimizer, so no "
+                "communication hook can reduce them; use one of the two"
+            )
         if self._ddp._comm_hooks:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
 
@@ -285,6 +290,13 @@ class TorchSurface(TorchDDP):
     @property
     def _module_parameters(self) -> list[nn.Parameter]:  # type: ignore[override]
         return [p for _, p in self._ddp._watch.all_parameters()]
+
+    @staticmethod
+    def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
+        """Yield the parameters of the module that a wrapper would not ignore, with their names if asked for."""
+        for name, parameter in module.named_parameters():
+            if not getattr(parameter, "_ddp_ignored", False):
+                yield (name, parameter) if named_params else parameter
 
     def _clear_grad_buffer(self) -> None:
         """Do nothing: delayed parameters are reduced like all others."""

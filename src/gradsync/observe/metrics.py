@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from gradsync.errors import MissingExtraError
 from gradsync.observe.records import StepRecord
 
 
@@ -66,11 +67,40 @@ class TensorBoard:
             self._writer.close()
 
 
-def open_sinks(folder: Path, tensorboard: bool) -> list[Sink]:
-    """Return the sinks of a run folder: JSON lines always, TensorBoard where it is wanted and installed."""
+class WandB:
+    """Logs the records to a project in Weights & Biases."""
+
+    def __init__(self, project: str, folder: Path, config: dict[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise MissingExtraError(
+                "--wandb needs the wandb package; install it with: pip install 'gradsync[wandb]'"
+            ) from error
+        # The folder's name identifies the run, so that a resumed one goes on in the same curve.
+        self._run = wandb.init(project=project, dir=folder, id=folder.resolve().name, resume="allow", config=config)
+
+    def write(self, record: StepRecord) -> None:
+        """Log every number of the record."""
+        numbers = record.as_json()
+        self._run.log(numbers, step=numbers.pop("step"))
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._run.finish()
+
+
+def open_sinks(folder: Path, tensorboard: bool, wandb: str | None, config: dict[str, Any]) -> list[Sink]:
+    """Return the sinks of a run folder: JSON lines always, the others where wanted and installed.
+
+    Raises:
+        MissingExtraError: Weights & Biases is wanted and not installed.
+    """
     sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl")]
     if tensorboard and importlib.util.find_spec("tensorboard") is not None:
         sinks.append(TensorBoard(folder / "tensorboard"))
+    if wandb is not None:
+        sinks.append(WandB(wandb, folder, config))
     return sinks
 
 

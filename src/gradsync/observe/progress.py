@@ -60,12 +60,15 @@ class Pace:
         self._clock = clock
         self._last_s = clock()
         self._step_s: float | None = None
+        self._num_updates = 0
         self._step = step
 
     def update(self, record: StepRecord) -> None:
         """Take in a finished step; evaluations and checkpoints between steps count as time of the run."""
         now = self._clock()
-        self._step_s = _blend(self._step_s, now - self._last_s)
+        # The first step warms up (and may compile), so it says nothing about those to come.
+        self._step_s = now - self._last_s if self._num_updates < 2 else _blend(self._step_s, now - self._last_s)
+        self._num_updates += 1
         self._last_s, self._step = now, record.step
         if not record.skipped:
             self.smoothed_loss = _blend(self.smoothed_loss, record.loss)
@@ -183,6 +186,7 @@ def describe(record: StepRecord, pace: Pace, memory_bytes: int) -> list[str]:
         f"lr {record.lr:.2e}",
         f"norm {record.grad_norm:.2f}",
         f"{record.tokens_per_s:,.0f} tokens/s",
+        *([] if record.mfu is None else [f"mfu {record.mfu:.0%}"]),
         f"{format_duration(pace.left_s)} left",
         f"{memory_bytes / 2**20:,.0f} MiB",
     ]

@@ -14,6 +14,9 @@ class StepRecord:
     grad_norm: float
     tokens_per_s: float
     val_loss: float | None = None
+    accuracy: float | None = None
+    accuracy_normalised: float | None = None
+    mfu: float | None = None
     skipped: bool = False
 
     def as_json(self) -> dict[str, Any]:
@@ -25,8 +28,9 @@ class StepRecord:
             "grad_norm": self.grad_norm,
             "tokens_per_s": round(self.tokens_per_s, 1),
         }
-        if self.val_loss is not None:
-            line["val_loss"] = self.val_loss
+        for name in ("val_loss", "accuracy", "accuracy_normalised", "mfu"):
+            if getattr(self, name) is not None:
+                line[name] = getattr(self, name)
         if self.skipped:
             line["skipped"] = True
         return line

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from gradsync.errors import ConfigError
 
+# More does not make a CPU faster; it only takes memory.
+_CPU_MICRO_BATCH_TOKENS = 1024
+
 
 @dataclass(frozen=True)
 class BatchPlan:
@@ -28,6 +31,11 @@ class BatchPlan:
     def tokens_per_step(self) -> int:
         """Tokens of one step over all ranks: what the summed loss is divided by."""
         return self.sequences_per_step * self.context
+
+
+def micro_batch_limit(maximum: int, context: int, device_type: str) -> int:
+    """Return the most sequences that a rank is to take at once where no micro-batch is given."""
+    return min(maximum, max(1, _CPU_MICRO_BATCH_TOKENS // context)) if device_type == "cpu" else maximum
 
 
 def plan_batch(batch_tokens: int, context: int, world: int, micro_batch: int | None, max_micro_batch: int) -> BatchPlan:

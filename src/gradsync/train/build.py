@@ -2,6 +2,7 @@
 
 import zlib
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -9,9 +10,11 @@ from gradsync.data.corpus import Corpus, load_corpus
 from gradsync.data.loader import GlobalBatchLoader
 from gradsync.data.source import TokenSource
 from gradsync.model.gpt2 import GPT2
-from gradsync.train.batch import BatchPlan, plan_batch
+from gradsync.train.batch import BatchPlan, micro_batch_limit, plan_batch
+from gradsync.train.completions import Example, read_examples
 from gradsync.train.config import TrainConfig
 from gradsync.train.initial import initial_model
+from gradsync.train.modes import compile_blocks
 from gradsync.train.state import TrainingState
 
 _FINGERPRINT_TOKENS = 1 << 16
@@ -26,6 +29,7 @@ class Material:
     loader: GlobalBatchLoader
     model: GPT2
     optimizer: torch.optim.Optimizer
+    examples: list[Example]
     state: TrainingState
 
 
@@ -36,10 +40,15 @@ def build(config: TrainConfig, rank: int, world: int, device: torch.device) -> M
         ConfigError: options that cannot work together.
         DataError: the data is missing, damaged or too short.
     """
-    plan = plan_batch(config.batch_tokens, config.context, world, config.micro_batch, config.max_micro_batch)
+    limit = micro_batch_limit(config.max_micro_batch, config.context, device.type)
+    plan = plan_batch(config.batch_tokens, config.context, world, config.micro_batch, limit)
     corpus = load_corpus(config.data, config.tokenizer, config.val_fraction)
     loader = _make_loader(config, plan, corpus.train, rank, world)
+    examples = read_examples(Path(config.hellaswag)) if config.hellaswag else []
     model = initial_model(config, corpus.tokenizer).to(device)
+    model.activation_checkpointing = config.activation_checkpointing
+    if config.compile:
+        compile_blocks(model.transformer.h)
     # The weights are the same on every rank, the dropout masks are not.
     torch.manual_seed(_dropout_seed(config.seed, rank))
     optimizer = model.configure_optimizers(
@@ -49,7 +58,8 @@ def build(config: TrainConfig, rank: int, world: int, device: torch.device) -> M
         betas=(config.beta1, config.beta2),
         eps=config.eps,
     )
-    return Material(plan, corpus, loader, model, optimizer, TrainingState(model, optimizer, rank, device))
+    state = TrainingState(model, optimizer, rank, device)
+    return Material(plan, corpus, loader, model, optimizer, examples, state)
 
 
 def fingerprint(source: TokenSource) -> dict[str, int]:

@@ -82,6 +82,9 @@ class TrainConfig:
     width: int | None = _option(
         None, "size of the embedding (by default the preset's)", "model", fixed=True, at_least=1
     )
+    activation_checkpointing: bool = _option(
+        False, "compute activations again in backward instead of keeping them: less memory, more time", "model"
+    )
     dropout: float = _option(0.0, "dropout rate", "model", fixed=True, at_least=0, at_most=0.99)
 
     batch_tokens: int = _option(2048, "tokens of one optimizer step, over all ranks", "batch", fixed=True, at_least=1)
@@ -91,7 +94,9 @@ class TrainConfig:
         "batch",
         at_least=1,
     )
-    max_micro_batch: int = _option(16, "limit for the automatic choice of --micro-batch", "batch", at_least=1)
+    max_micro_batch: int = _option(
+        16, "limit for the automatic choice of --micro-batch; CPUs have a lower one", "batch", at_least=1
+    )
 
     lr: float = _option(2e-3, "highest learning rate", "optimizer", fixed=True, above=0)
     min_lr_fraction: float = _option(
@@ -136,6 +141,10 @@ class TrainConfig:
 
     async_checkpoints: bool = _option(True, "write checkpoints beside the training", "checkpoints", per_start=True)
 
+    dtype: Literal["auto", "float32", "bfloat16"] = _option(
+        "auto", "of matrix products; auto is bfloat16 on GPUs that have it, else float32", "hardware", fixed=True
+    )
+    compile: bool = _option(False, "compile the training step, block by block", "hardware", per_start=True)
     nproc: int | None = _option(
         None,
         "processes on this machine (by default one a core or GPU)",
@@ -157,6 +166,10 @@ class TrainConfig:
         "auto", "how progress is shown", "output", per_start=True
     )
     log_every: int = _option(10, "steps between lines of plain progress", "output", per_start=True, at_least=1)
+    wandb: str | None = _option(None, "project in Weights & Biases to log to", "output")
+    hellaswag: str | None = _option(
+        None, "JSON-lines file of completion tasks; their accuracy is taken with each validation", "evaluation"
+    )
     tensorboard: bool = _option(True, "write TensorBoard events where tensorboard is installed", "output")
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,17 @@ from gradsync.data.loader import evaluation_batches
 from gradsync.errors import CheckpointError
 from gradsync.observe.memory import resident_bytes
 from gradsync.observe.metrics import Sink, forget_after, open_sinks
+from gradsync.observe.peaks import peak_flops
 from gradsync.observe.progress import View
 from gradsync.observe.records import StepRecord
 from gradsync.train.background import BackgroundWriter
 from gradsync.train.build import build, fingerprint
 from gradsync.train.checkpoint import CheckpointFolder, newest_intact, open_checkpoint
+from gradsync.train.completions import completion_accuracy
 from gradsync.train.config import TrainConfig
 from gradsync.train.evaluate import Evaluation, evaluate
 from gradsync.train.interrupt import StopRequests
+from gradsync.train.modes import Modes
 from gradsync.train.optim import Schedule
 from gradsync.train.ranks import Ranks, together
 from gradsync.train.runfolder import RunFolder
@@ -58,6 +61,8 @@ class Job:
         together(place.ranks, self._claim_folder)
         self._checkpoints = CheckpointFolder(self._folder.checkpoints, place.ranks.twin(), config.keep_checkpoints)
         self._writer = BackgroundWriter(self._checkpoints, not config.async_checkpoints, self._tell_saved)
+        self._modes = Modes(config.dtype, place.device, config.compile)
+        self._peak_flops = peak_flops(_device_name(place.device), self._modes.dtype_name)
         self._sinks: list[Sink] = []
 
     def run(self) -> Outcome:
@@ -75,8 +80,12 @@ class Job:
             for sink in self._sinks:
                 sink.close()
 
-    def evaluate(self) -> Evaluation:
-        """Return the validation loss over all ranks."""
+    def evaluate(self) -> dict[str, float]:
+        """Return the validation loss over all ranks, and the accuracy on completion tasks if there are any."""
+        with self._modes.elsewhere():
+            return {"val_loss": self._validate().loss, **self._accuracy()}
+
+    def _validate(self) -> Evaluation:
         config, ranks = self._config, self._place.ranks
         batches = evaluation_batches(
             self._material.corpus.val,
@@ -88,6 +97,14 @@ class Job:
         )
         return evaluate(self._material.model, batches, ranks, self._place.device)
 
+    def _accuracy(self) -> dict[str, float]:
+        material = self._material
+        if not material.examples:
+            return {}
+        ranks, device = self._place.ranks, self._place.device
+        found = completion_accuracy(material.model, material.corpus.tokenizer, material.examples, ranks, device)
+        return {"accuracy": found.by_sum, "accuracy_normalised": found.by_mean}
+
     def sample(self, step: int) -> str | None:
         """Write a sample into the run folder and return it, on rank 0."""
         if self._place.ranks.rank != 0:
@@ -95,8 +112,9 @@ class Job:
         config = self._config
         options = SampleOptions(config.sample_tokens, config.sample_temperature, config.sample_top_k, config.seed)
         tokenizer = self._material.corpus.tokenizer
-        pieces = stream_text(self._material.model, tokenizer, config.sample_prompt, options, self._place.device)
-        text = config.sample_prompt + "".join(pieces)
+        with self._modes.elsewhere():
+            pieces = stream_text(self._material.model, tokenizer, config.sample_prompt, options, self._place.device)
+            text = config.sample_prompt + "".join(pieces)
         self._folder.write_sample(step, text)
         return text
 
@@ -121,6 +139,9 @@ class Job:
     def tell(self, record: StepRecord) -> None:
         """Keep and show a finished step."""
         self._writer.poll()
+        if self._peak_flops is not None:
+            flops = record.tokens_per_s * self._material.model.estimate_flops_per_token()
+            record = replace(record, mfu=flops / (self._peak_flops * self._place.ranks.world))
         try:
             for sink in self._sinks:
                 sink.write(record)
@@ -151,6 +172,7 @@ class Job:
             schedule=Schedule(config.lr, config.min_lr_fraction, config.warmup_steps, config.steps),
             loader=material.loader,
             requests=place.requests,
+            modes=self._modes,
         )
 
     def _restore(self) -> int:
@@ -184,7 +206,8 @@ class Job:
         if self._place.ranks.rank != 0:
             return
         forget_after(self._folder.metrics_file, step)
-        self._sinks = open_sinks(self._folder.path, self._config.tensorboard)
+        config = self._config
+        self._sinks = open_sinks(self._folder.path, config.tensorboard, config.wandb, asdict(config))
         self._folder.keep_tokenizer(getattr(self._material.corpus.tokenizer, "path", None))
         self._folder.append_start(
             {
@@ -192,6 +215,8 @@ class Job:
                 "step": step,
                 "ranks": self._place.ranks.world,
                 "device": _device_name(self._place.device),
+                "dtype": self._modes.dtype_name,
+                "threads": torch.get_num_threads(),
                 "host": socket.gethostname(),
                 "platform": platform.platform(),
                 "python": platform.python_version(),

@@ -23,8 +23,8 @@ from gradsync.data.loader import GlobalBatchLoader
 from gradsync.errors import CheckpointError, NonFiniteError
 from gradsync.observe.records import StepRecord
 from gradsync.train.config import TrainConfig
-from gradsync.train.evaluate import Evaluation
 from gradsync.train.interrupt import StopReason, StopRequests
+from gradsync.train.modes import Modes
 from gradsync.train.nonfinite import explain, find_sequences
 from gradsync.train.optim import Schedule, set_lr
 from gradsync.train.ranks import Ranks
@@ -46,13 +46,14 @@ class Parts:
     schedule: Schedule
     loader: GlobalBatchLoader
     requests: StopRequests
+    modes: Modes
 
 
 class Chores(Protocol):
     """What is done between steps: all of it by all ranks, whatever each of them does there."""
 
-    def evaluate(self) -> Evaluation:
-        """Return the validation loss."""
+    def evaluate(self) -> dict[str, float]:
+        """Return what a validation finds, by the names of ``StepRecord``."""
 
     def sample(self, step: int) -> str | None:
         """Return a sample, on rank 0."""
@@ -150,7 +151,8 @@ class Trainer:
 
     def _summed_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         device = self._parts.device
-        _, loss = self._parts.model(inputs.to(device), targets.to(device), reduction="sum")
+        with self._parts.modes.training():
+            _, loss = self._parts.model(inputs.to(device), targets.to(device), reduction="sum")
         return loss  # type: ignore[no-any-return]
 
     def _mean_over_step(self, loss: Tensor) -> Any:
@@ -164,7 +166,8 @@ class Trainer:
     def _refuse(self, micro_batches: MicroBatches, numbers: range, verdict: Verdict, grad_norm: float) -> None:
         """Say where a step went wrong; stop there, on all ranks, unless such steps are to be skipped."""
         parts = self._parts
-        found = find_sequences(parts.bare_model, micro_batches, numbers, parts.device)
+        with parts.modes.elsewhere():
+            found = find_sequences(parts.bare_model, micro_batches, numbers, parts.device)
         message = explain(parts.ranks, self.step + 1, found, grad_norm, verdict.non_finite_ranks)
         if self._config.non_finite == "stop":
             raise NonFiniteError(
@@ -176,9 +179,9 @@ class Trainer:
     def _evaluate_if_due(self, record: StepRecord) -> StepRecord:
         if not self._is_due(self._config.eval_every):
             return record
-        self._val_loss = self._chores.evaluate().loss
-        self._evaluated_step = self.step
-        return replace(record, val_loss=self._val_loss)
+        found = self._chores.evaluate()
+        self._val_loss, self._evaluated_step = found["val_loss"], self.step
+        return replace(record, **found)  # type: ignore[arg-type]
 
     def _save_if_due(self) -> None:
         """Save every so often, where a failure is reported and the run goes on, and at the end of this start."""

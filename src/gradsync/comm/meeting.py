@@ -1,0 +1,190 @@
+"""How the ranks of one host find each other: through the store, then through UNIX sockets.
+
+Every rank listens on an abstract socket (a name in no file system, chosen by the kernel, gone with the
+process) and publishes the name and a secret. Each pair of ranks then opens one connection, proves the
+secrets, and passes the descriptors of its memory and of a second connection for point-to-point messages.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from gradsync.comm.combine import Bytes
+from gradsync.comm.segment import Segment, map_peer
+from gradsync.errors import BackendError
+
+_HELLO = struct.Struct("<16sIQ")  # the secret of the receiver, rank of the sender, size of its segment
+_RETRY_S = 0.01
+_STRANGER_PATIENCE_S = 5.0  # how long a connection may take to say who it is
+
+
+@dataclass
+class Meeting:
+    """What a rank holds of its peers once all have met."""
+
+    sockets: dict[int, socket.socket] = field(default_factory=dict)
+    message_sockets: dict[int, socket.socket] = field(default_factory=dict)
+    memory: dict[int, Bytes] = field(default_factory=dict)
+
+    def close(self) -> None:
+        """Close every connection."""
+        for connection in [*self.sockets.values(), *self.message_sockets.values()]:
+            connection.close()
+
+
+def host_id() -> str:
+    """Equal for two processes that can reach each other through abstract UNIX sockets, and only for those."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    namespace = os.stat("/proc/self/ns/net")
+    return f"{boot}/{namespace.st_dev}/{namespace.st_ino}"
+
+
+def exchange_hosts(store: Any, rank: int, size: int, timeout: timedelta) -> list[str]:
+    """The host id of every rank.
+
+    Raises:
+        BackendError: some rank did not come in time; the message names it.
+    """
+    store.set(f"host/{rank}", host_id())
+    keys = [f"host/{peer}" for peer in range(size)]
+    _wait_for(store, keys, timeout)
+    return [store.get(key).decode() for key in keys]
+
+
+def meet(store: Any, rank: int, size: int, segment: Segment, timeout: timedelta) -> Meeting:
+    """Connect this rank with all others of the group.
+
+    Raises:
+        BackendError: some rank did not come in time; the message names it.
+    """
+    guest = _Guest(store, rank, size, segment, timeout)
+    try:
+        for peer in range(rank):
+            guest.connect(peer)
+        while guest.missing():
+            guest.accept()
+    except BaseException:
+        guest.meeting.close()
+        raise
+    finally:
+        guest.listener.close()
+    return guest.meeting
+
+
+class _Guest:
+    """One rank on its way to meet the others: it connects to lower ranks and accepts higher ones."""
+
+    def __init__(self, store: Any, rank: int, size: int, segment: Segment, timeout: timedelta) -> None:
+        self.meeting = Meeting()
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._store, self._rank, self._size, self._segment = store, rank, size, segment
+        self._deadline = time.monotonic() + timeout.total_seconds()
+        self._secret = secrets.token_bytes(16)
+        self.listener.bind("")  # the kernel chooses an unused abstract name
+        self.listener.listen(size)
+        card = {"address": self.listener.getsockname().hex(), "secret": self._secret.hex()}
+        store.set(f"card/{rank}", json.dumps(card))
+
+    def missing(self) -> list[int]:
+        return [peer for peer in range(self._size) if peer != self._rank and peer not in self.meeting.sockets]
+
+    def connect(self, peer: int) -> None:
+        """Connect to a lower rank. A card that a former group left in the store is passed over until it "
+        "changes."""
+        while True:
+            address, secret = self._card_of(peer)
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with far:
+                try:
+                    connection.settimeout(self._left_s())
+                    connection.connect(address)
+                    self._say_hello(connection, secret, [far.fileno()])
+                    if self._hear_hello(connection, [peer], 1) is not None:
+                        self.meeting.message_sockets[peer] = near
+                        return
+                except (ConnectionError, TimeoutError):
+                    pass
+            connection.close()
+            near.close()
+            self._left_s()
+            time.sleep(_RETRY_S)
+
+    def accept(self) -> None:
+        """Take in one connection of a higher rank."""
+        self.listener.settimeout(self._left_s())
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            connection, _ = self.listener.accept()
+            connection.settimeout(min(self._left_s(), _STRANGER_PATIENCE_S))
+            heard = None
+            try:
+                heard = self._hear_hello(connection, self.missing(), 2)
+                if heard is not None:
+                    peer, descriptors = heard
+                    self.meeting.message_sockets[peer] = socket.socket(fileno=descriptors[0])
+                    self._say_hello(connection, self._card_of(peer)[1], [])
+            finally:
+                if heard is None:
+                    connection.close()
+
+    def _say_hello(self, connection: socket.socket, secret: bytes, descriptors: list[int]) -> None:
+        hello = _HELLO.pack(secret, self._rank, self._segment.size)
+        socket.send_fds(connection, [hello], [self._segment.descriptor, *descriptors])
+
+    def _hear_hello(
+        self, connection: socket.socket, expected: list[int], num_descriptors: int
+    ) -> tuple[int, list[int]] | None:
+        """Who is there, and the descriptors passed beside that of the memory; None for a stranger."""
+        message, descriptors, _, _ = socket.recv_fds(connection, _HELLO.size, num_descriptors, socket.MSG_CMSG_CLOEXEC)
+        if len(message) == _HELLO.size and len(descriptors) == num_descriptors:
+            secret, peer, num_bytes = _HELLO.unpack(message)
+            if secret == self._secret and peer in expected:
+                self.meeting.memory[peer] = map_peer(descriptors[0], num_bytes)
+                self.meeting.sockets[peer] = connection
+                return peer, descriptors[1:]
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return None
+
+    def _card_of(self, peer: int) -> tuple[bytes, bytes]:
+        key = f"card/{peer}"
+        _wait_for(self._store, [key], timedelta(seconds=self._left_s()))
+        card = json.loads(self._store.get(key))
+        return bytes.fromhex(card["address"]), bytes.fromhex(card["secret"])
+
+    def _left_s(self) -> float:
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            raise BackendError(
+                "the ranks of a shared-memory group did not meet in time: "
+                f"rank {', '.join(map(str, self.missing()))} did not connect; look at the output of these "
+                "ranks"
+            )
+        return left_s
+
+
+def _wait_for(store: Any, keys: Sequence[str], timeout: timedelta) -> None:
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError as error:
+        ranks = [key.rpartition("/")[2] for key in keys if not _has(store, key)]
+        raise BackendError(
+            f"nothing was heard of rank {', '.join(ranks) or '?'} within {timeout.total_seconds():g} s: the "
+            "group has to be started by all of its ranks; look at the output of these ranks, or raise the "
+            "timeout"
+        ) from error
+
+
+def _has(store: Any, key: str) -> bool:
+    with contextlib.suppress(RuntimeError):
+        return bool(store.check([key]))
+    return False

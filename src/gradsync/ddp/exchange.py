@@ -1,0 +1,163 @@
+"""The two collectives of a sharded optimizer: sum and keep one's slice, and give one's slice to all.
+
+A flat tensor is cut into slices of equal length, one a rank. Backends differ in how well they do this, so
+there are three ways; ``choose_exchange`` picks one. Knows nothing of parameters.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from gradsync.comm.groups import Group
+
+
+class Pending(Protocol):
+    """A sum on its way."""
+
+    def wait(self) -> torch.Tensor:
+        """Return this rank's slice of the sum."""
+
+
+class Exchange(Protocol):
+    """One way to do both; ``tag`` is equal on all ranks, and unique among what is on its way."""
+
+    takes_any_length: bool
+    """Whether the last slices may be shorter, or empty."""
+
+    def reduce_scatter(self, whole: torch.Tensor, slice_numel: int, tag: int) -> Pending:
+        """Start to sum ``whole`` over the ranks; it must not change until the slice has arrived."""
+
+    def all_gather(self, whole: torch.Tensor, slice_numel: int, tag: int) -> Sequence[Any]:
+        """Start to fill ``whole`` with every rank's slice of it; returns works to wait for."""
+
+
+def choose_exchange(group: Group, device: torch.device) -> Exchange:
+    """Return the best way for this group and this kind of device."""
+    # a group written in Python has a gloo backend inside, but does these operations itself
+    if type(group) is dist.ProcessGroup and isinstance(group._get_backend(device), dist.ProcessGroupGloo):
+        return PairwiseExchange(group) if device.type == "cpu" else AllReduceExchange(group)
+    return NativeExchange(group)
+
+
+class NativeExchange:
+    """The backend's own operations (NCCL, shm)."""
+
+    takes_any_length = False
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def reduce_scatter(self, whole: torch.Tensor, slice_numel: int, tag: int) -> Pending:
+        """See ``Exchange``."""
+        mine = torch.empty(slice_numel, dtype=whole.dtype, device=whole.device)
+        options = dist.ReduceScatterOptions()
+        return _InOnePiece(mine, whole, self._group._reduce_scatter_base(mine, whole, options))
+
+    def all_gather(self, whole: torch.Tensor, slice_numel: int, tag: int) -> Sequence[Any]:
+        """See ``Exchange``."""
+        mine = slice_of(whole, slice_numel, self._group.rank())
+        return [self._group._allgather_base(whole, mine)]
+
+
+class AllReduceExchange:
+    """All-reduce and keep the slice, broadcast from each owner: for gloo with tensors on a GPU."""
+
+    takes_any_length = True
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def reduce_scatter(self, whole: torch.Tensor, slice_numel: int, tag: int) -> Pending:
+        """See ``Exchange``."""
+        total = whole.clone()
+        mine = slice_of(total, slice_numel, self._group.rank())
+        return _InOnePiece(mine, total, self._group.allreduce([total]))
+
+    def all_gather(self, whole: torch.Tensor, slice_numel: int, tag: int) -> Sequence[Any]:
+        """See ``Exchange``."""
+        works = []
+        for rank in range(self._group.size()):
+            part = slice_of(whole, slice_numel, rank)
+            if part.numel():
+                options = dist.BroadcastOptions()
+                options.rootRank, options.rootTensor = rank, 0
+                works.append(self._group.broadcast([part], options))
+        return works
+
+
+class _InOnePiece:
+    def __init__(self, mine: torch.Tensor, whole: torch.Tensor, work: Any) -> None:
+        self._mine = mine
+        self._whole: torch.Tensor | None = whole
+        self._work = work
+
+    def wait(self) -> torch.Tensor:
+        self._work.wait()
+        if self._whole is not None and self._mine.untyped_storage().data_ptr() == self._whole.data_ptr():
+            self._mine = self._mine.clone()  # so that the rest of the memory can go
+        self._whole = None
+        return self._mine
+
+
+class PairwiseExchange:
+    """Every rank sends to every other what that one needs, in one step: for gloo on the CPU.
+
+    gloo's own reduce-scatter takes twice as long as its all-reduce; this takes half as long. Slices are added
+    in rank order, so that every run gives the same bits.
+    """
+
+    takes_any_length = True
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._rank, size = group.rank(), group.size()
+        self._peers = [(self._rank + step) % size for step in range(1, size)]
+
+    def reduce_scatter(self, whole: torch.Tensor, slice_numel: int, tag: int) -> Pending:
+        """See ``Exchange``."""
+        mine = slice_of(whole, slice_numel, self._rank)
+        theirs = {peer: torch.empty_like(mine) for peer in self._peers} if mine.numel() else {}
+        works = [self._group.recv([part], peer, tag) for peer, part in theirs.items()]
+        for peer in self._peers:
+            part = slice_of(whole, slice_numel, peer)
+            if part.numel():
+                works.append(self._group.send([part], peer, tag))
+        return _InParts({self._rank: mine, **theirs}, self._rank, works)
+
+    def all_gather(self, whole: torch.Tensor, slice_numel: int, tag: int) -> Sequence[Any]:
+        """See ``Exchange``."""
+        parts = {peer: slice_of(whole, slice_numel, peer) for peer in self._peers}
+        mine = slice_of(whole, slice_numel, self._rank)
+        works = [self._group.recv([part], peer, tag) for peer, part in parts.items() if part.numel()]
+        if mine.numel():
+            works += [self._group.send([mine], peer, tag) for peer in self._peers]
+        return works
+
+
+class _InParts:
+    """One part a rank, this rank's own among them; the sum goes into memory that was received."""
+
+    def __init__(self, parts: dict[int, torch.Tensor], rank: int, works: Sequence[Any]) -> None:
+        self._parts = parts
+        self._rank = rank
+        self._works = works
+
+    def wait(self) -> torch.Tensor:
+        for work in self._works:
+            work.wait()
+        ordered = [self._parts[rank] for rank in sorted(self._parts)]
+        if len(ordered) == 1:
+            return ordered[0]
+        target = ordered[1] if self._rank == 0 else ordered[0]
+        total = torch.add(ordered[0], ordered[1], out=target)
+        for part in ordered[2:]:
+            total.add_(part)
+        self._parts = {}
+        return total
+
+
+def slice_of(whole: torch.Tensor, slice_numel: int, rank: int) -> torch.Tensor:
+    """Return the rank's slice of a flat tensor, which may end before or in it."""
+    return whole[rank * slice_numel : (rank + 1) * slice_numel]

@@ -1,0 +1,86 @@
+"""The report page: one or several runs on one self-contained page that works offline.
+
+Python gathers plain numbers and texts from run folders and puts them as JSON into ``page.html``, whose
+script draws them. Nothing is fetched, and nothing in a run (a sample, a path) can become markup.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from gradsync.observe.metrics import read_metrics
+
+MAX_POINTS = 2000
+_MAX_SAMPLES = 40
+_CURVES = ("loss", "val_loss", "lr", "grad_norm", "tokens_per_s", "mfu", "accuracy", "accuracy_normalised")
+_PLACE = "/*DATA*/"
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """What the page shows of one run."""
+
+    name: str
+    steps: int
+    curves: dict[str, list[tuple[int, float]]]
+    samples: list[tuple[int, str]]
+    config: dict[str, Any]
+    starts: list[dict[str, Any]]
+    skipped: list[int]
+
+
+def read_run(folder: Path, name: str, config: dict[str, Any]) -> RunReport:
+    """Gather a run from its folder; ``config`` are its options."""
+    records = list(read_metrics(folder / "metrics.jsonl"))
+    return RunReport(
+        name=name,
+        steps=records[-1]["step"] if records else 0,
+        curves={curve: thin_out(_points(records, curve)) for curve in _CURVES},
+        samples=_samples(folder / "samples"),
+        config=config,
+        starts=_json_lines(folder / "starts.jsonl"),
+        skipped=[record["step"] for record in records if record.get("skipped")],
+    )
+
+
+def render(runs: Sequence[RunReport]) -> str:
+    """Return the page as HTML."""
+    data = json.dumps([asdict(run) for run in runs], allow_nan=False)
+    # Inside a script element only these could end it or begin a comment.
+    safe = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    template = resources.files("gradsync.observe").joinpath("page.html").read_text(encoding="utf-8")
+    assert template.count(_PLACE) == 1
+    return template.replace(_PLACE, safe)
+
+
+def thin_out(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Return at most ``MAX_POINTS`` of the points: of each stretch the lowest and the highest, so no peak is lost."""
+    if len(points) <= MAX_POINTS:
+        return points
+    stretch = -(-2 * len(points) // MAX_POINTS)
+    kept: list[tuple[int, float]] = []
+    for start in range(0, len(points), stretch):
+        part = points[start : start + stretch]
+        extremes = {min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])}
+        kept += sorted(extremes)
+    return kept
+
+
+def _points(records: Sequence[dict[str, Any]], curve: str) -> list[tuple[int, float]]:
+    return [(record["step"], record[curve]) for record in records if record.get(curve) is not None]
+
+
+def _samples(folder: Path) -> list[tuple[int, str]]:
+    paths = sorted(folder.glob("step-*.txt"))
+    if len(paths) > _MAX_SAMPLES:
+        paths = [paths[i * (len(paths) - 1) // (_MAX_SAMPLES - 1)] for i in range(_MAX_SAMPLES)]
+    return [(int(path.stem.removeprefix("step-")), path.read_text(encoding="utf-8")) for path in paths]
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]

@@ -1,0 +1,126 @@
+"""What a run would be, computed without training: parameters, memory of a rank, batch arithmetic, files.
+
+The model is built from fake tensors, which have shapes and no memory, and one forward pass over them
+tells what backward would keep. So the figures follow the model and the options by themselves.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from gradsync.data.corpus import Corpus, load_corpus
+from gradsync.model.gpt2 import GPT2
+from gradsync.train.batch import BatchPlan, micro_batch_limit, plan_batch
+from gradsync.train.config import TrainConfig
+from gradsync.train.initial import model_config
+from gradsync.train.modes import Modes
+
+_MIB = 2**20
+_MOMENTS = 2
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank, by what holds them."""
+
+    parameters: int
+    gradients: int
+    buckets: int
+    moments: int
+    activations: int
+    checkpoint_copy: int
+
+    @property
+    def total(self) -> int:
+        """All of them; the process itself and passing temporaries come on top."""
+        return sum(vars(self).values())
+
+
+def dry_run(config: TrainConfig, world: int, device_type: str) -> list[str]:
+    """Return lines that describe the run."""
+    device = torch.device(device_type)
+    limit = micro_batch_limit(config.max_micro_batch, config.context, device.type)
+    plan = plan_batch(config.batch_tokens, config.context, world, config.micro_batch, limit)
+    corpus = load_corpus(config.data, config.tokenizer, config.val_fraction)
+    with FakeTensorMode(), device:
+        model = GPT2(model_config(config, corpus.tokenizer.vocab_size))
+        model.activation_checkpointing = config.activation_checkpointing
+        activations = _kept_bytes(model, plan, Modes(config.dtype, device, is_compiled=False), device)
+    memory = _memory(model, activations, world, config)
+    return [
+        *_model_lines(model),
+        *_batch_lines(config, plan, corpus, world),
+        *_memory_lines(memory, device),
+        *_file_lines(config, memory),
+    ]
+
+
+def _kept_bytes(model: nn.Module, plan: BatchPlan, modes: Modes, device: torch.device) -> int:
+    """Return the bytes that one micro-batch's forward pass keeps for backward."""
+    own = {_storage_id(parameter) for parameter in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if _storage_id(tensor) not in own:
+            kept[_storage_id(tensor)] = tensor
+        return tensor
+
+    tokens = torch.zeros(plan.micro_batch, plan.context, dtype=torch.int64, device=device)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), modes.training():
+        model(tokens, tokens, reduction="sum")
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def _memory(model: nn.Module, activations: int, world: int, config: TrainConfig) -> Memory:
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    state = parameters * (1 + _MOMENTS)
+    return Memory(
+        parameters=parameters,
+        gradients=parameters,
+        buckets=parameters if world > 1 else 0,
+        moments=parameters * _MOMENTS,
+        activations=activations,
+        checkpoint_copy=state // world if config.async_checkpoints else 0,
+    )
+
+
+def _model_lines(model: GPT2) -> list[str]:
+    shape = model.config
+    padding = (shape.padded_vocab_size - shape.vocab_size) * shape.width
+    return [
+        f"model       {shape.num_layers} layers, {shape.num_heads} heads, width {shape.width}, "
+        f"context {shape.context}, vocabulary {shape.vocab_size:,} padded to {shape.padded_vocab_size:,}",
+        f"parameters  {model.num_parameters():,}, and {padding:,} of padding",
+    ]
+
+
+def _batch_lines(config: TrainConfig, plan: BatchPlan, corpus: Corpus, world: int) -> list[str]:
+    tokens = config.steps * plan.tokens_per_step
+    return [
+        f"step        {plan.tokens_per_step:,} tokens = {plan.sequences_per_step:,} sequences = {world} rank(s) x "
+        f"{plan.accumulation} micro-batch(es) x {plan.micro_batch} sequences x {plan.context} tokens",
+        f"data        {corpus.name}: {corpus.train.num_tokens:,} tokens to train, {corpus.val.num_tokens:,} held back",
+        f"run         {config.steps:,} steps = {tokens:,} tokens = {tokens / corpus.train.num_tokens:.2f} epochs",
+    ]
+
+
+def _memory_lines(memory: Memory, device: torch.device) -> list[str]:
+    lines = [f"memory      about {memory.total / _MIB:,.0f} MiB a rank ({device.type}), beside the process itself"]
+    for name, held in vars(memory).items():
+        lines.append(f"  {name.replace('_', ' '):<18}{held / _MIB:>10,.1f} MiB")
+    return lines
+
+
+def _file_lines(config: TrainConfig, memory: Memory) -> list[str]:
+    size = (memory.parameters + memory.moments) / _MIB
+    count = 1 if config.checkpoint_every == 0 else config.keep_checkpoints + 1
+    return [
+        f"writes      {config.run}: config.yaml, metrics.jsonl, starts.jsonl, samples/, checkpoints/",
+        f"            checkpoints of {size:,.1f} MiB, up to {count} at a time",
+    ]
+
+
+def _storage_id(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,68 @@
+"""The dry run: its figures are those of the run, and it writes nothing."""
+
+import math
+
+import pytest
+import torch
+
+from gradsync.cli.main import main
+from gradsync.model.gpt2 import GPT2, GPT2Config
+from gradsync.train import dryrun
+from gradsync.train.batch import plan_batch
+from gradsync.train.checkpoint import list_checkpoints
+from gradsync.train.dryrun import dry_run
+from gradsync.train.modes import Modes
+from training_jobs import options_for, train, write_text
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_text(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_fake_tensors_tell_what_real_ones_would_keep(is_checkpointed):
+    config = GPT2Config(2, 2, 16, 12, 101)
+    plan = plan_batch(48, 12, 1, None, 4)
+    modes = Modes("float32", CPU, is_compiled=False)
+    real = GPT2(config, activation_checkpointing=is_checkpointed)
+    with dryrun.FakeTensorMode():
+        fake = GPT2(config, activation_checkpointing=is_checkpointed)
+        found = dryrun._kept_bytes(fake, plan, modes, CPU)
+    assert found == dryrun._kept_bytes(real, plan, modes, CPU)
+    assert found > 0
+
+
+def figure(lines, name) -> float:
+    (line,) = [line for line in lines if line.strip().startswith(name)]
+    return float(line.split()[-2].replace(",", ""))
+
+
+def test_the_figures_are_those_of_the_run(folder):
+    config = options_for(folder, width=64, checkpoint_every=0)
+    lines = dry_run(config, 1, "cpu")
+    train(config)
+    (checkpoint,) = list_checkpoints(folder / "run" / "checkpoints")
+    size_mib = sum(entry["bytes"] for name, entry in checkpoint.files.items() if name.endswith("distcp")) / 2**20
+    promised = next(float(line.split()[2]) for line in lines if "checkpoints of" in line)
+    assert size_mib == pytest.approx(promised, abs=0.2)  # names and headers come on top
+    assert "6 steps = 768 tokens" in "\n".join(lines)
+
+
+def test_several_ranks_have_buckets_and_share_the_copy(folder):
+    alone, shared = (dry_run(options_for(folder, width=64), world, "cpu") for world in (1, 2))
+    assert (figure(alone, "buckets"), figure(shared, "buckets") > 0) == (0.0, True)
+    assert figure(shared, "checkpoint copy") <= math.ceil(figure(alone, "checkpoint copy") * 10 / 2) / 10
+
+
+def test_the_command_prints_and_writes_nothing(folder, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
+    before = sorted(folder.rglob("*"))
+    assert main(["train", "--dry-run", "--preset", "gpt2", "--data", "text.txt", "--nproc", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "19,073 steps = 9,999,745,024 tokens" in out
+    assert "524,288 tokens = 512 sequences = 2 rank(s) x 256 micro-batch(es) x 1 sequences x 1024 tokens" in out
+    assert sorted(folder.rglob("*")) == before
