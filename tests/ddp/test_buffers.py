@@ -92,6 +92,38 @@ def test_batch_norm_run_twice_before_one_backward(ranks: RankPool) -> None:
     assert_equal_replicas(ranks(train_alike, _Normalised, _real_and_fake, checks_buffers=False))
 
 
+def _penalties(model: nn.Module, rank: int, step: int) -> None:
+    """Between the forwards torch.autograd.grad runs through a graph that the backward still needs."""
+    total = torch.zeros(())
+    for which in range(2):
+        x = batch(rank, step, rows=4, which=which).requires_grad_()
+        output = model(x)
+        (slope,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+        total = total + sq(output - 1) + slope.square().sum() / 64
+    total.backward()
+
+
+def _graph_kept(model: nn.Module, rank: int, step: int) -> None:
+    """Between the forwards a backward runs that keeps its graph."""
+    first = model(batch(rank, step, rows=4, which=0))
+    sq(first - 1).backward(retain_graph=True)
+    second = model(batch(rank, step, rows=4, which=1))
+    (sq(first - 2) + sq(second - 1)).backward()
+
+
+def _overlapping_graphs(model: nn.Module, rank: int, step: int) -> None:
+    """One of two graphs is used up before the third forward, the other one after it."""
+    first, second = (model(batch(rank, step, rows=4, which=which)) for which in range(2))
+    sq(first - 1).backward()
+    third = model(batch(rank, step, rows=4, which=2))
+    (sq(second - 1) + sq(third - 1)).backward()
+
+
+@pytest.mark.parametrize("program", [_penalties, _graph_kept, _overlapping_graphs])
+def test_batch_norm_in_graphs_that_outlive_a_backward(ranks: RankPool, program: Any) -> None:
+    assert_equal_replicas(ranks(train_alike, _Normalised, program, lr=1 / 64, checks_buffers=False))
+
+
 class _AllKinds(nn.Module):
     def __init__(self, rank: int) -> None:
         super().__init__()

@@ -77,6 +77,31 @@ def test_caught_on_all_ranks(ranks: RankPool, place: str, cap: float | None) -> 
     assert_equal_replicas(ranks(_caught_on_all, place, cap, True))
 
 
+def _weights_of_an_interrupted_backward(rank: int, world: int, cap: float | None) -> str:
+    """A weight that was given for a backward that raised is gone with its gradients; the next one counts."""
+    ddp = DistributedDataParallel(_MayRaise(), reduction="weighted", bucket_cap_mb=cap)
+    reference = OneProcess(_MayRaise(), world)
+    for step in range(3):
+        ddp.module.fuse = ["between b and c"]
+        ddp.add_gradient_weight(100)
+        with pytest.raises(KeyError, match="blown"):
+            plain(ddp, rank, 50)
+        ddp.module.fuse = []
+        ddp.zero_grad()
+        ddp.add_gradient_weight(rank + 1)
+        plain(ddp, rank, step)
+        reference.run(plain, step, 3)
+        assert_same_gradients(ddp.module, reference.module, f"step {step}")
+        ddp.zero_grad()
+        reference.module.zero_grad()
+    return digest(ddp.module)
+
+
+@pytest.mark.parametrize("cap", [None, 1e-6])
+def test_weights_of_an_interrupted_backward(ranks: RankPool, cap: float | None) -> None:
+    assert_equal_replicas(ranks(_weights_of_an_interrupted_backward, cap))
+
+
 def _raised_on_one(rank: int, world: int, place: str, cap: float | None) -> list[str]:
     """Rank 1's backward raises; rank 0 is told in the same pass, and both go on after clearing."""
     ddp = DistributedDataParallel(_MayRaise(), bucket_cap_mb=cap)

@@ -370,6 +370,60 @@ def test_parameters_that_change_after_wrapping(ranks: RankPool, change: Any, arg
     assert_equal_replicas(ranks(_changing, change, arguments))
 
 
+def _twice_reduced(rank: int, world: int, reduction: str, cap: float | None) -> str:
+    """Sums and weighted means, while a layer is unfrozen and another one added before a step of two passes."""
+    reference = OneProcess(Branches("ab"), world, sgd(1 / 64))
+    ddp = DistributedDataParallel(Branches("ab"), reduction=reduction, bucket_cap_mb=cap)
+    optimizer = sgd(1 / 64)(ddp.parameters())
+    for step in range(5):
+        for module, each in ((ddp.module, optimizer), (reference.module, reference.optimizer)):
+            module.b.requires_grad_(step not in (0, 3))
+            if step == 1:
+                module.c = in_quarters(nn.Linear(3, 2), seed=5)
+                module.names = "abc"
+                each.add_param_group({"params": list(module.c.parameters())})
+        num_backwards = 1 if reduction == "weighted" else 2
+        for which in range(num_backwards):
+            if reduction == "weighted":
+                ddp.add_gradient_weight(rank + 2)
+            sq(ddp(batch(rank, step, which=which))).backward()
+        reference.run(
+            lambda model, r, s: [sq(model(batch(r, s, which=which))).backward() for which in range(num_backwards)],  # noqa: B023
+            step,
+            5 if reduction == "weighted" else 1,
+        )
+        assert_same_gradients(ddp.module, reference.module, f"step {step}")
+        for each in (optimizer, reference.optimizer):
+            each.step()
+            if step != 1:  # once with gradients carried over
+                each.zero_grad()
+    return digest(ddp.module)
+
+
+@pytest.mark.parametrize("cap", [None, 1e-6])
+@pytest.mark.parametrize("reduction", ["sum", "weighted"])
+def test_parameters_that_change_with_sums(ranks: RankPool, reduction: str, cap: float | None) -> None:
+    assert_equal_replicas(ranks(_twice_reduced, reduction, cap))
+
+
+def _sparse_sum(rank: int, world: int) -> str:
+    """Two synchronised backwards into a sparse table, in sums; then once more on top."""
+    ddp = DistributedDataParallel(_SparseTable(), reduction="sum")
+    reference = OneProcess(_SparseTable(), world)
+    for step in range(3):
+        _accumulated_rows(ddp, rank, step)
+        reference.run(_accumulated_rows, step, 1)
+        assert_same_gradients(ddp.module, reference.module, f"step {step}")
+        if step:
+            ddp.zero_grad()
+            reference.module.zero_grad()
+    return digest(ddp.module)
+
+
+def test_sums_of_sparse_gradients(ranks: RankPool) -> None:
+    assert_equal_replicas(ranks(_sparse_sum))
+
+
 def _added_with_other_values(rank: int, world: int) -> list[str]:
     """The ranks add a layer with different values; they must not train on as if they were replicas."""
     ddp = DistributedDataParallel(Branches("ab"))
