@@ -12,9 +12,7 @@ from gradsync.comm.channel import Channel, Collective, Label
 from gradsync.comm.combine import Bytes, Kernel, reduce_parts
 from gradsync.comm.wire import Kind
 
-PIECE_BYTES = (
-    2 * 1024 * 1024
-)  # pieces of both ranks stay in the third-level cache; there is room for two of them
+PIECE_BYTES = 2 * 1024 * 1024  # pieces of both ranks stay in the third-level cache; there is room for two of them
 _ALIGNMENT = 64  # slices start at cache lines
 
 
@@ -46,8 +44,7 @@ class EagerAllReduce(Collective):
             self.wire.send(peer, self._header, data, self.deadline)
         packets = self.wire.collect(peers, self.deadline)
         parts = [
-            self.payload(peer, packet, self._header, data.size)
-            for peer, packet in zip(peers, packets, strict=True)
+            self.payload(peer, packet, self._header, data.size) for peer, packet in zip(peers, packets, strict=True)
         ]
         parts.insert(self.channel.rank, data)
         reduce_parts(self._kernel, parts, [data], self.channel.scratch)
@@ -122,9 +119,7 @@ class LargeAllReduce(Collective):
             return
         memory = self.channel.memory
         mine = self._data[start + first : start + last]
-        theirs = {
-            peer: memory[peer][offsets[peer] + first : offsets[peer] + last] for peer in self.wire.peers
-        }
+        theirs = {peer: memory[peer][offsets[peer] + first : offsets[peer] + last] for peer in self.wire.peers}
         parts = [theirs.get(rank, mine) for rank in range(self.channel.size)]
         reduce_parts(self._kernel, parts, [mine, *theirs.values()], self.channel.scratch)
 

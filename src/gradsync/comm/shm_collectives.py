@@ -68,9 +68,7 @@ class Reduced:
 class EagerExchange(Collective):
     """Sends everything at once, inside the packets."""
 
-    def __init__(
-        self, channel: Channel, label: Label, sequence: int, timeout_s: float, exchange: Exchange
-    ) -> None:
+    def __init__(self, channel: Channel, label: Label, sequence: int, timeout_s: float, exchange: Exchange) -> None:
         super().__init__(channel, label, sequence, timeout_s)
         self._exchange = exchange
         self._to_send = [
@@ -112,9 +110,7 @@ class _Outflow:
     """A publication on its way: piece by piece, two at a time, each piece free once all readers have taken "
     "it."""
 
-    def __init__(
-        self, operation: "StreamExchange", publication: Publication, stage: int, piece_bytes: int
-    ) -> None:
+    def __init__(self, operation: "StreamExchange", publication: Publication, stage: int, piece_bytes: int) -> None:
         self._operation = operation
         self._publication = publication
         self._segment = operation.channel.segment
@@ -123,9 +119,7 @@ class _Outflow:
         self._piece_bytes = piece_bytes
         self._sent = 0
         self._num_pieces = 0
-        self._untaken: deque[set[int]] = (
-            deque()
-        )  # of each piece that is out: the readers that have not taken it
+        self._untaken: deque[set[int]] = deque()  # of each piece that is out: the readers that have not taken it
 
     def advance(self) -> None:
         """Announce what can be announced now."""
@@ -136,9 +130,7 @@ class _Outflow:
             else:
                 length = min(self._piece_bytes, data.size - self._sent)
                 offset = self._stage + self._num_pieces % 2 * self._piece_bytes
-                np.copyto(
-                    self._segment.bytes[offset : offset + length], data[self._sent : self._sent + length]
-                )
+                np.copyto(self._segment.bytes[offset : offset + length], data[self._sent : self._sent + length])
             header = self._operation.header(Kind.PIECE, offset, length)
             for peer in self._publication.readers:
                 self._operation.wire.send(peer, header, b"", self._operation.deadline)
@@ -191,9 +183,7 @@ class _Inflow:
 class StreamExchange(Collective):
     """Announces pieces of the segment, and uses those that peers announce."""
 
-    def __init__(
-        self, channel: Channel, label: Label, sequence: int, timeout_s: float, exchange: Exchange
-    ) -> None:
+    def __init__(self, channel: Channel, label: Label, sequence: int, timeout_s: float, exchange: Exchange) -> None:
         super().__init__(channel, label, sequence, timeout_s)
         self._exchange = exchange
         self._position = 0  # bytes that are reduced
