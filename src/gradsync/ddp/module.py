@@ -312,7 +312,7 @@ class DistributedDataParallel(TorchSurface):
     def _broadcast_buffers(self, source: int) -> None:
         """Give all ranks rank ``source``'s buffers.
 
-        While a graph of an earlier forward may still hold the old values for its backward, the module gets new
+        While the graph of an earlier forward may still need the old values for its backward, the module gets new
         tensors; otherwise they are overwritten in place, so that other references to them stay valid.
         """
         named = self._watch.buffers()
@@ -323,9 +323,8 @@ class DistributedDataParallel(TorchSurface):
         received = broadcast_tensors(self._state_group, shapes, source)
         if self.reducer.rank == source:
             return
-        self._look_at_window()
         for old, new in zip(buffers, received, strict=True):
-            if self._forwards_since_backward or old.shape != new.shape or old.dtype != new.dtype:
+            if self.reducer.has_open_graphs or old.shape != new.shape or old.dtype != new.dtype:
                 self._watch.replace_buffer(old, new)
             else:
                 old.copy_(new)

@@ -37,7 +37,7 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -111,6 +111,7 @@ class Reducer(ReducerSurface):
         self._is_complete = False
         self._forward_thread = threading.get_ident()
         self._hooks = ParameterHooks(self)
+        self._graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()
         self._is_detached = False
         self._change: list[NamedParameter] | None = None
         self._converted: dict[int, torch.Tensor | None] = {}
@@ -133,12 +134,15 @@ class Reducer(ReducerSurface):
 
     # ------------------------------------------------------------------ plan
 
-    def _install(self, named: list[NamedParameter]) -> None:
-        """Take these parameters as the ones to synchronise, and plan their buckets anew."""
+    def _install(self, named: list[NamedParameter], new_results: Mapping[int, torch.Tensor] | None = None) -> None:
+        """Take these parameters as the ones to synchronise, and plan their buckets anew.
+
+        ``new_results`` are gradients, by the parameter's id, that were reduced outside of the buckets.
+        """
         if self.sharding is not None:
             self.sharding.check_members(named)
         touched_before = {id(p) for p, t in zip(self.parameters, self.touched, strict=True) if t}
-        results = self._results()
+        results = {**self._results(), **(new_results or {})}
         self.names = [name for name, _ in named]
         self.parameters = [p for _, p in named]
         sparse = self.watch.sparse_names()
@@ -257,7 +261,11 @@ class Reducer(ReducerSurface):
         if self._is_detached:
             return
 
+        graph = _Graph()
+        self._graphs.add(graph)
+
         def output_hook(_: torch.Tensor) -> None:
+            graph.is_freed = not torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
             # Not a weak reference: a graph keeps its reducer, so that a wrapper may be gone before backward.
             if not self._in_pass:
                 self._hooks.come_last()
@@ -265,6 +273,11 @@ class Reducer(ReducerSurface):
 
         self._forward_thread = threading.get_ident()
         tensor.register_hook(output_hook)  # type: ignore[no-untyped-call]
+
+    @property
+    def has_open_graphs(self) -> bool:
+        """Whether a backward may still go through the graph of an earlier forward, and use what that has saved."""
+        return any(not graph.is_freed for graph in self._graphs)
 
     @property
     def _in_pass(self) -> bool:
@@ -444,6 +457,7 @@ class Reducer(ReducerSurface):
             assert self._words is not None
             self._write_words(self._words, state)
             self._words_work = self.control_group.allreduce([self._words])
+        self.gradient_weight = 0.0
 
     def _put_converted_aside(self) -> None:
         """Keep gradients out of the buckets whose parameter has got another dtype or shape; see ``_take_change``."""
@@ -504,7 +518,6 @@ class Reducer(ReducerSurface):
         self._change = None
         self._converted = {}
         self.num_passes += 1
-        self.gradient_weight = 0.0
         for bucket in self.buckets:
             bucket.work = None
 
@@ -618,8 +631,8 @@ class Reducer(ReducerSurface):
         newcomers = [(name, p) for name, p in self._change if id(p) not in known]
         claim(self, [p for _, p in newcomers])
         assert self.last_words is not None
-        reduce_newcomers(self, newcomers, self.last_words)
-        self._install(self._change)
+        results = reduce_newcomers(self, newcomers, self.last_words)
+        self._install(self._change, results)
 
     def fail(self, error: BaseException) -> None:
         """Run no further collective; see [Note: Failure]."""
@@ -707,6 +720,13 @@ class Reducer(ReducerSurface):
             for name, p, touched in zip(self.names, self.parameters, self.touched, strict=True)
             if touched and p.grad is not None
         ]
+
+
+class _Graph:
+    """The graph behind one output; autograd keeps it alive, through the hook on the output."""
+
+    def __init__(self) -> None:
+        self.is_freed = False
 
 
 def _phase(name: str) -> contextlib.AbstractContextManager[Any]:

@@ -21,14 +21,19 @@ if TYPE_CHECKING:
 _NONE, _SPARSE, _DENSE = 0, 1, 2
 
 
-def reduce_newcomers(reducer: "Reducer", newcomers: Sequence[tuple[str, nn.Parameter]], words: ControlWords) -> None:
+def reduce_newcomers(
+    reducer: "Reducer", newcomers: Sequence[tuple[str, nn.Parameter]], words: ControlWords
+) -> dict[int, torch.Tensor]:
     """Reduce the gradients of the parameters that the plan of this pass did not know yet, or not in their present form.
+
+    Returns the reduced gradients by the parameter's id.
 
     Raises:
         ContractError: on all ranks, if a new parameter does not have the same values everywhere.
     """
+    results: dict[int, torch.Tensor] = {}
     if not newcomers:
-        return
+        return results
     verify(reducer.control_group, newcomers, reducer.rank, torch.device("cpu"))
     parameters = [p for _, p in newcomers]
     has_grad = torch.tensor([float(p.grad is not None) for p in parameters], dtype=torch.float32, device="cpu")
@@ -41,6 +46,8 @@ def reduce_newcomers(reducer: "Reducer", newcomers: Sequence[tuple[str, nn.Param
         reducer.reduce_extra(bucket, [specs[i].name for i in bucket_plan.indices])
         bucket.buffer.gradients.mul_(reducer.late_factor(words))
         bucket.write_back([bool(has_grad[i] > 0) for i in bucket_plan.indices])
+        results.update((id(p), view) for p, view in bucket.results())
+    return results
 
 
 def reduce_sparse(reducer: "Reducer", words: ControlWords) -> None:
