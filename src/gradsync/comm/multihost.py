@@ -220,24 +220,18 @@ class MultiHostGroup(PythonGroup):
     def _explain(self, what: str, error: BaseException) -> BackendError:
         if isinstance(error, BackendError):
             return error
-        me = f"rank {self._own_rank}, which speaks for its host,"
         time.sleep(_REASON_WAIT_S)
-        reasons = [
-            self._store.get(key).decode()
-            for key in (f"failure/{host}" for host in range(len(self._members)))
-            if self._store.check([key])
-        ]
-        if reasons:
-            return BackendError(f"another host gave up while {me} was in {what}; its reason: {reasons[0]}")
+        others = [host for host in range(len(self._members)) if host != self._host]
+        for key in (f"failure/{host}" for host in others):
+            if self._store.check([key]):
+                reason = self._store.get(key).decode()
+                return BackendError(
+                    f"another host gave up while rank {self._own_rank} was in {what}; its reason: {reason}"
+                )
+        ranks = ", ".join(str(rank) for host in others for rank in self._members[host])
         return BackendError(
-            f"{what} failed between the hosts on {me}: {error}; the ranks on other hosts "
-            f"({self._others()}) are late, have ended, or cannot be reached"
-        )
-
-    def _others(self) -> str:
-        hosts = [members for host, members in enumerate(self._members) if host != self._host]
-        return "; ".join(
-            f"host {host}: ranks {', '.join(map(str, ranks))}" for host, ranks in enumerate(hosts)
+            f"{what} failed between the hosts, seen by rank {self._own_rank}: {error}; the ranks on other "
+            f"hosts ({ranks}) are late, have ended, or cannot be reached"
         )
 
 
