@@ -136,13 +136,17 @@ class MultiHostGroup(PythonGroup):
         opts = dist.GatherOptions()
         opts.rootRank = root
         lists = [outputs] if outputs else []
-        return self._through_gloo("gather", lambda: self._everybody.gather(lists, [tensor], opts), opts, timeout_s)
+        return self._through_gloo(
+            "gather", lambda: self._everybody.gather(lists, [tensor], opts), opts, timeout_s
+        )
 
     def _make_scatter(self, output: Tensor, tensors: list[Tensor], root: int, timeout_s: float) -> Make:
         opts = dist.ScatterOptions()
         opts.rootRank = root
         lists = [tensors] if tensors else []
-        return self._through_gloo("scatter", lambda: self._everybody.scatter([output], lists, opts), opts, timeout_s)
+        return self._through_gloo(
+            "scatter", lambda: self._everybody.scatter([output], lists, opts), opts, timeout_s
+        )
 
     def _make_all_to_all(self, outputs: list[Tensor], tensors: list[Tensor], timeout_s: float) -> Make:
         opts = dist.AllToAllOptions()
@@ -172,7 +176,9 @@ class MultiHostGroup(PythonGroup):
             opts = _timed(dist.AllreduceOptions(), timeout)
             opts.reduceOp = op
             # gloo knows no complex numbers; only sums of them come here
-            self._leaders.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], opts).wait()
+            self._leaders.allreduce(
+                [torch.view_as_real(tensor) if tensor.is_complex() else tensor], opts
+            ).wait()
         self.local.broadcast([tensor], root=0, timeout=_after_leaders(timeout)).wait()
 
     def _broadcast(self, data: Tensor, root: int, timeout: timedelta) -> None:
@@ -214,29 +220,27 @@ class MultiHostGroup(PythonGroup):
     def _explain(self, what: str, error: BaseException) -> BackendError:
         if isinstance(error, BackendError):
             return error
-        me = f"rank {self._own_rank}, which speaks for its host,"
         time.sleep(_REASON_WAIT_S)
-        reasons = [
-            self._store.get(key).decode()
-            for key in (f"failure/{host}" for host in range(len(self._members)))
-            if self._store.check([key])
-        ]
-        if reasons:
-            return BackendError(f"another host gave up while {me} was in {what}; its reason: {reasons[0]}")
+        others = [host for host in range(len(self._members)) if host != self._host]
+        for key in (f"failure/{host}" for host in others):
+            if self._store.check([key]):
+                reason = self._store.get(key).decode()
+                return BackendError(
+                    f"another host gave up while rank {self._own_rank} was in {what}; its reason: {reason}"
+                )
+        ranks = ", ".join(str(rank) for host in others for rank in self._members[host])
         return BackendError(
-            f"{what} failed between the hosts on {me}: {error}; the ranks on other hosts "
-            f"({self._others()}) are late, have ended, or cannot be reached"
+            f"{what} failed between the hosts, seen by rank {self._own_rank}: {error}; the ranks on other "
+            f"hosts ({ranks}) are late, have ended, or cannot be reached"
         )
-
-    def _others(self) -> str:
-        hosts = [members for host, members in enumerate(self._members) if host != self._host]
-        return "; ".join(f"host {host}: ranks {', '.join(map(str, ranks))}" for host, ranks in enumerate(hosts))
 
 
 class _Composed:
     """An operation that consists of operations of other groups."""
 
-    def __init__(self, group: MultiHostGroup, name: str, run: Callable[[timedelta], None], timeout_s: float) -> None:
+    def __init__(
+        self, group: MultiHostGroup, name: str, run: Callable[[timedelta], None], timeout_s: float
+    ) -> None:
         self.name = name
         self._group = group
         self._run = run

@@ -363,7 +363,7 @@ class Reducer(ReducerSurface):
             self._start(bucket)
 
     def _collect(self, bucket: Bucket) -> None:
-        self._put_carried_aside(bucket)
+        self._put_carried_aside(bucket.plan.indices)
         bucket.collect(self.touched, self.contribution_scale)
 
     def _start(self, bucket: Bucket) -> None:
@@ -392,10 +392,10 @@ class Reducer(ReducerSurface):
     def _takes_mean(self) -> bool:
         return self.settings.reduction is Reduction.MEAN and (self.hook is None or not self.hook.divides)
 
-    def _put_carried_aside(self, bucket: Bucket) -> None:
+    def _put_carried_aside(self, indices: Iterable[int]) -> None:
         if self.settings.reduction is Reduction.MEAN or self.sharding is not None:
             return
-        for index in bucket.plan.indices:
+        for index in indices:
             if not self.touched[index]:
                 self.carry(index)
 
@@ -440,6 +440,7 @@ class Reducer(ReducerSurface):
 
     def _launch_rest(self, state: RankState) -> None:
         self._put_converted_aside()
+        self._put_carried_aside(self.plan.sparse)
         for bucket in self.buckets[self._cursor : -1]:
             self._launch(bucket)
         self._cursor = len(self.buckets)

@@ -57,6 +57,10 @@ def reduce_sparse(reducer: "Reducer", words: ControlWords) -> None:
     hook is not asked: it knows flat buffers only.
     """
     used = [i for i in reducer.plan.sparse if words.used[i] > 0]
+    for index in set(reducer.plan.sparse).difference(used):
+        untouched = reducer.take_carried(index)
+        if untouched is not None:
+            reducer.parameters[index].grad = untouched
     factor = reducer.mean_scale * reducer.late_factor(words)
     for index in used:
         parameter = reducer.parameters[index]
