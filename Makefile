@@ -4,6 +4,7 @@
 #   make train [ARGS="--steps 500 --run runs/mine"]   train a small GPT on this machine
 #   make test  [PYTEST_ARGS="-k reducer"]             everything that CI checks
 #   make check                                        the same without the tests that take long
+#   make test-clients                                 loops of other frameworks on top of gradsync (installs them)
 #   make lint / make format                           style and types / mend the style
 #   make clean                                        remove what the above have made (runs are kept)
 
@@ -18,7 +19,7 @@ PACKAGE_STAMP := $(VENV)/package.stamp
 TEST_MARKS := not stress and not clients
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check lint format clean
+.PHONY: help train test check test-clients lint format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -43,6 +44,11 @@ test: lint
 
 check: lint
 	$(BIN)/python -m pytest -m "$(TEST_MARKS) and not distributed and not slow" $(PYTEST_ARGS)
+
+# The constraint keeps torch and everything else that the project pins as they are.
+test-clients: $(PACKAGE_STAMP)
+	$(BIN)/python -m pip install --quiet --requirement tests/clients/requirements.txt --constraint requirements.txt
+	$(BIN)/python -m pytest -m clients $(PYTEST_ARGS)
 
 # One recipe, so that the order is the same under make -j and the quickest check speaks first.
 lint: $(PACKAGE_STAMP)

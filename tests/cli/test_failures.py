@@ -3,7 +3,7 @@
 import pytest
 
 from gradsync.cli.failures import cause, describe, failure_of, keep_trace, record, recorded, silent_failure
-from gradsync.errors import ConfigError, DataError
+from gradsync.errors import BackendError, ConfigError, DataError
 from gradsync.train.config import TrainConfig
 
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:2345")
@@ -42,7 +42,13 @@ def test_a_wrapped_aftermath_is_one():
     wrapped = RuntimeError("the pass failed")
     wrapped.__cause__ = LOST
     assert failure_of(0, wrapped).is_aftermath
+    assert failure_of(0, BackendError("rank 1 is gone")).is_aftermath
     assert not failure_of(0, ValueError("bad batch")).is_aftermath
+
+
+def test_an_aftermath_is_told_where_there_is_no_cause(tmp_path):
+    record(tmp_path, failure_of(0, BackendError("the ranks could not meet")))
+    assert cause(recorded(tmp_path), 0, 1).message == "the ranks could not meet"
 
 
 @pytest.mark.parametrize(("code", "text"), [(-9, "rank 1 was killed by SIGKILL"), (3, "rank 1 ended with exit code 3")])

@@ -10,6 +10,7 @@ import pytest
 from commands import SMALL, gradsync, rank_processes, running, session_members, wait_until
 
 pytestmark = [
+    pytest.mark.timeout(600),  # several starts of a command, on a machine that may be busy
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="looks at processes as Linux shows them"),
 ]

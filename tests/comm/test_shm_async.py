@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from shm_jobs import numbers, shm_group
 
-from gradsync.comm.channel import STAGE_BYTES
+from gradsync.comm.shm_collectives import STAGE_BYTES
 from gradsync.comm.shm_messages import PIECE_BYTES
 from gradsync.errors import BackendError
 from rank_pool import RankPool

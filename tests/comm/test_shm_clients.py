@@ -87,8 +87,8 @@ def torch_ddp_hooks(rank: int, world: int) -> None:
                 torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
         model = TorchDDP(make_model(64), process_group=group)
         state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2, matrix_approximation_rank=2)
-        # Its callbacks issue operations and wait for them. (With several buckets the order of these is left to
-        # chance, on every backend but NCCL.)
+        # Its callbacks issue operations and wait for them. (With several buckets the order of these is left
+        # to chance, on every backend but NCCL.)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         assert_equal_on_all_ranks(train(model, rank, steps=5), group)
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from shm_jobs import shm_group
 
-from gradsync.comm.channel import STAGE_BYTES
 from gradsync.comm.shm import ShmGroup
+from gradsync.comm.shm_collectives import STAGE_BYTES
 from gradsync.errors import BackendError
 from rank_pool import RankPool
 

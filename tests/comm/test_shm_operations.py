@@ -11,7 +11,7 @@ import torch.distributed as dist
 from shm_jobs import numbers, shm_group
 from torch.distributed import ReduceOp
 
-from gradsync.comm.channel import STAGE_BYTES
+from gradsync.comm.shm_collectives import STAGE_BYTES
 from gradsync.comm.wire import EAGER_BYTES
 from rank_pool import RankPool
 

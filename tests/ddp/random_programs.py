@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from reference import OneProcess, adamw, digest, in_quarters, is_wrapped, sgd, unsynced, unwrapped, whole_numbers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gradsync import DistributedDataParallel
-from reference import OneProcess, adamw, digest, in_quarters, is_wrapped, sgd, unsynced, unwrapped, whole_numbers
 
 WIDTH = 4
 HEADS = 2

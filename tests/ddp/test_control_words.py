@@ -9,15 +9,15 @@ from gradsync.ddp.control import WORD_LIMIT, RankState, Slot, num_words, read_wo
 words = st.integers(0, WORD_LIMIT - 1)
 
 
-@given(st.lists(st.tuples(words, words, words, words, st.integers(0, 2**40)), min_size=1, max_size=5), st.data())
+@given(st.lists(st.tuples(words, words, words, st.integers(0, 2**40)), min_size=1, max_size=5), st.data())
 def test_every_rank_reads_what_every_rank_wrote(facts, data):
     world, num_parameters = len(facts), 4
     total = torch.zeros(num_words(num_parameters, world))
     used, late, slots = [], [], []
-    for rank, (number, plan, change, buffers, weight) in enumerate(facts):
+    for rank, (number, plan, change, weight) in enumerate(facts):
         used.append(data.draw(st.sets(st.integers(0, num_parameters - 1))))
         late.append(data.draw(st.sets(st.integers(0, num_parameters - 1))))
-        slots.append(Slot(RankState.TRAINING, number, plan, change, buffers, *split_weight(weight)))
+        slots.append(Slot(RankState.TRAINING, number, plan, change, *split_weight(weight)))
         mine = torch.zeros_like(total)
         write_words(mine, used[-1], late[-1], slots[-1], rank, num_parameters)
         total += mine
@@ -31,5 +31,5 @@ def test_every_rank_reads_what_every_rank_wrote(facts, data):
 
 def test_joined_ranks_do_not_train():
     target = torch.zeros(num_words(1, 1))
-    write_words(target, [], [], Slot(RankState.JOINED, 0, 0, 0, 0, 0, 0.0), 0, 1)
+    write_words(target, [], [], Slot(RankState.JOINED, 0, 0, 0, 0, 0.0), 0, 1)
     assert read_words(target, 1).num_training == 0

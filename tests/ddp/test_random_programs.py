@@ -8,10 +8,10 @@ left out, buffers, odd parameters, sparse tables, gradients that are kept, lone 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-
 from random_programs import HEADS, KINDS, Block, Forward, Program, Step, Visit, Window, train
-from rank_pool import RankPool
 from reference import assert_equal_replicas
+
+from rank_pool import RankPool
 
 Draw = st.DrawFn
 
@@ -52,17 +52,13 @@ def _steps(
     # rank sends as often, all have one that doesn't where the window has several forwards or no backward at its end.
     fewest = 1 if has_buffers and (ending == "on demand" or num_last > 1) else 0
     num_unsynced = draw(st.integers(fewest, 2))
-    shared = Window(
-        tuple(draw(forwards) for _ in range(num_unsynced)), tuple(draw(forwards) for _ in range(num_last))
-    )
+    shared = Window(tuple(draw(forwards) for _ in range(num_unsynced)), tuple(draw(forwards) for _ in range(num_last)))
     windows = []
     for _ in range(world):
         window = shared
         if has_branches:
             count = draw(st.integers(fewest, 2)) if is_uneven else num_unsynced
-            window = Window(
-                tuple(draw(forwards) for _ in range(count)), tuple(draw(forwards) for _ in range(num_last))
-            )
+            window = Window(tuple(draw(forwards) for _ in range(count)), tuple(draw(forwards) for _ in range(num_last)))
         windows.append(window)
     clears = "none" if is_first else draw(st.sampled_from(["none", "none", "zeros", "never"]))
     return Step(
@@ -82,9 +78,7 @@ def _programs(draw: Draw, world: int) -> Program:
     reduction = draw(st.sampled_from(["mean", "mean", "mean", "sum", "weighted"]))
     num_steps = draw(st.integers(2, 4))
     has_buffers = any(block.kind == "batch norm" for block in blocks)
-    steps = [
-        draw(_steps(world, len(blocks), stem, reduction, number == 0, has_buffers)) for number in range(num_steps)
-    ]
+    steps = [draw(_steps(world, len(blocks), stem, reduction, number == 0, has_buffers)) for number in range(num_steps)]
     return Program(
         blocks=blocks,
         steps=tuple(steps),

@@ -220,6 +220,39 @@ def test_delayed_parameters_are_reduced_like_all_others(ranks: RankPool, all_of_
     assert_equal_replicas(ranks(_delayed, all_of_them))
 
 
+def _delayed_stranger(rank: int, world: int) -> str:
+    module, stranger = TwoLayers(), nn.Parameter(torch.ones(1))
+    return raised(
+        lambda: DistributedDataParallel(
+            module, delay_all_reduce_named_params=[("stranger", stranger)], param_to_hook_all_reduce=module.b.weight
+        )
+    )
+
+
+def test_a_delayed_parameter_that_is_not_the_modules(ranks: RankPool) -> None:
+    for text in ranks(_delayed_stranger):
+        assert text.startswith("ValueError") and "stranger" in text
+
+
+def _other_grad_dtype(rank: int, world: int) -> None:
+    """bfloat16 weights with float32 gradients, which torch can tell apart from version 2.10 on."""
+    layer = nn.Linear(1, 1, bias=False).bfloat16()
+    if not hasattr(layer.weight, "grad_dtype"):
+        return
+    layer.weight.grad_dtype = torch.float32
+    ddp = DistributedDataParallel(layer)
+    for _ in range(3):
+        layer.weight.grad = None
+        for _ in range(32):
+            ddp(torch.full((1, 1), rank + 1 + 1 / 64, dtype=torch.bfloat16)).float().sum().backward()
+        assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float32
+        assert layer.weight.grad.item() == 32 * (1.5 + 1 / 64)
+
+
+def test_gradients_of_another_dtype_than_the_parameter(ranks: RankPool) -> None:
+    ranks(_other_grad_dtype)
+
+
 # ----------------------------------------------------------------- static graph
 
 

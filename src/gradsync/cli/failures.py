@@ -16,6 +16,7 @@ from gradsync.train.config import TrainConfig
 from gradsync.train.runfolder import RunFolder
 
 # What torch and its backends say on the ranks that only notice that another one is gone.
+_LOST_PEER_KINDS = {"DistError", "BackendError", "ReducerFailedError"}
 _LOST_PEER = re.compile(r"peer|connection (closed|reset|refused)|broken pipe|gloo|nccl", re.IGNORECASE)
 
 
@@ -98,7 +99,7 @@ def _is_aftermath(error: BaseException | None) -> bool:
     while error is not None:
         kinds = {kind.__name__ for kind in type(error).__mro__}
         is_ours = isinstance(error, GradsyncError)
-        if "DistError" in kinds or (not is_ours and _LOST_PEER.search(str(error))):
+        if kinds & _LOST_PEER_KINDS or (not is_ours and _LOST_PEER.search(str(error))):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from gradsync.comm import shm
 from gradsync.errors import ConfigError
 
 
@@ -25,6 +26,8 @@ def choose_backend(requested: str = "auto") -> BackendChoice:
     """
     if requested not in ("auto", None):
         _check_available(requested)
+        if "shm" in requested:
+            shm.register()
         return BackendChoice(requested, "asked for")
     if torch.cuda.is_available():
         if dist.is_nccl_available():
@@ -36,6 +39,9 @@ def choose_backend(requested: str = "auto") -> BackendChoice:
 
 
 def _check_available(requested: str) -> None:
+    reason = shm.is_available() if "shm" in requested else None
+    if reason is not None:
+        raise ConfigError(f"backend 'shm' was asked for, but {reason}; use backend 'auto'")
     probes = {"nccl": dist.is_nccl_available, "gloo": dist.is_gloo_available, "mpi": dist.is_mpi_available}
     for part in requested.split(","):
         name = part.split(":")[-1]

@@ -35,8 +35,6 @@ from gradsync.comm.wire import (
 )
 from gradsync.errors import BackendError
 
-STAGE_BYTES = 4 * 1024 * 1024  # what is copied into the segment at a time; there is room for two of it
-
 
 class Channel:
     """This rank's end of a shared-memory group."""
@@ -60,13 +58,13 @@ class Channel:
         self._failure_lock = threading.Lock()
         self.wires = [wire]  # all that are told of a failure
         self._global_ranks = list(global_ranks)
-        self._stage: int | None = None
+        self._stages: dict[str, int] = {}
 
-    def stage(self) -> int:
-        """Where in the segment foreign tensors are staged: ``2 * STAGE_BYTES`` from this offset."""
-        if self._stage is None:
-            self._stage = self.segment.take(2 * STAGE_BYTES)
-        return self._stage
+    def stage(self, purpose: str, num_bytes: int) -> int:
+        """Where in the segment data is staged for this purpose; taken from it when first asked for."""
+        if purpose not in self._stages:
+            self._stages[purpose] = self.segment.take(num_bytes)
+        return self._stages[purpose]
 
     def bytes_of(self, tensor: torch.Tensor) -> Bytes:
         """The memory of a contiguous tensor (which the caller keeps alive)."""
@@ -264,7 +262,7 @@ class Collective:
 
     def payload(self, peer: int, packet: bytes, header: bytes, num_bytes: int) -> Bytes:
         """What a packet carries, which must have this header and size."""
-        if not packet.startswith(header) or len(packet) != HEADER.size + num_bytes:
+        if len(packet) != HEADER.size + num_bytes or not packet.startswith(header):
             self.complain(peer, HEADER.unpack_from(packet)[2])
         return np.frombuffer(packet, dtype=np.uint8, offset=HEADER.size) if num_bytes else NO_BYTES
 

@@ -22,7 +22,7 @@ from gradsync.errors import ConfigError
 Bytes = npt.NDArray[np.uint8]
 NO_BYTES: Bytes = np.empty(0, dtype=np.uint8)
 
-CHUNK_BYTES = 512 * 1024  # what one kernel call works on: stays in the second-level cache between two calls
+CHUNK_BYTES = 256 * 1024  # what one kernel call works on: stays in the second-level cache between two calls
 
 
 class Reduction(IntEnum):

@@ -21,6 +21,8 @@ from gradsync.comm.groups import Group, exchange_text, group_timeout
 class _Shelf:
     """The private groups of one parent and backend: all there are, and which are not lent."""
 
+    parent: "weakref.ref[Group]"
+    backend: str
     groups: dict[int, Group] = field(default_factory=dict)
     free: set[int] = field(default_factory=set)
 
@@ -38,7 +40,7 @@ class Lease:
         self._return.detach()
 
 
-_shelves: "weakref.WeakKeyDictionary[Group, dict[str, _Shelf]]" = weakref.WeakKeyDictionary()
+_shelves: list[_Shelf] = []
 
 
 def borrow_group(parent: Group, device: torch.device, backend: str | None = None) -> Lease:
@@ -47,7 +49,8 @@ def borrow_group(parent: Group, device: torch.device, backend: str | None = None
     ``device`` is where the parent's collectives run; ``backend`` defaults to the parent's own.
     """
     name = backend or dist.get_backend(parent)
-    shelf = _shelves.setdefault(parent, {}).setdefault(name, _Shelf())
+    _clear_away()
+    shelf = _shelf_of(parent, name)
     everyone = [
         json.loads(text) for text in exchange_text(parent, json.dumps([sorted(shelf.free), len(shelf.groups)]), device)
     ]
@@ -59,6 +62,29 @@ def borrow_group(parent: Group, device: torch.device, backend: str | None = None
         number = max(count for _, count in everyone)
         shelf.groups[number] = _new_group(parent, device, name, number)
     return Lease(shelf, number)
+
+
+def _shelf_of(parent: Group, backend: str) -> _Shelf:
+    for shelf in _shelves:
+        if shelf.parent() is parent and shelf.backend == backend:
+            return shelf
+    _shelves.append(_Shelf(weakref.ref(parent), backend))
+    return _shelves[-1]
+
+
+def _clear_away() -> None:
+    """Destroy the groups that nobody has on loan and whose parent the user has destroyed."""
+    for shelf in list(_shelves):
+        parent = shelf.parent()
+        if parent is not None and parent in _world.pg_map:
+            continue
+        for number in list(shelf.free):
+            group = shelf.groups.pop(number)
+            shelf.free.discard(number)
+            if group in _world.pg_map:
+                dist.destroy_process_group(group)
+        if not shelf.groups:
+            _shelves.remove(shelf)
 
 
 def _new_group(parent: Group, device: torch.device, backend: str, number: int) -> Group:

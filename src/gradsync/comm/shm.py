@@ -25,13 +25,12 @@ from gradsync.comm.meeting import Meeting, exchange_hosts, meet
 from gradsync.comm.multihost import MultiHostGroup
 from gradsync.comm.python_group import Make, PythonGroup
 from gradsync.comm.segment import Segment, default_reserve_bytes
+from gradsync.comm.shm_all_reduce import EagerAllReduce, LargeAllReduce
 from gradsync.comm.shm_collectives import (
-    EagerAllReduce,
     EagerExchange,
     Exchange,
     Publication,
     Reduced,
-    SlicedAllReduce,
     StreamExchange,
 )
 from gradsync.comm.shm_messages import Messages, MessageWork
@@ -40,7 +39,7 @@ from gradsync.errors import BackendError
 
 NAME = "shm"
 _torch: Any = dist  # for what torch's stubs leave out
-_SPIN_S = 50e-6
+_SPIN_S = 100e-6
 _EAGER_TOTAL_BYTES = 128 * 1024  # what one rank sends to all others inside packets, at most
 
 
@@ -154,7 +153,7 @@ class ShmGroup(PythonGroup):
         name = label("all_reduce", tensor.dtype, reduction)
         data = channel.bytes_of(tensor)
         is_small = data.size <= self._eager_bytes or not channel.peers
-        kind = EagerAllReduce if is_small else SlicedAllReduce
+        kind = EagerAllReduce if is_small else LargeAllReduce
         return lambda sequence: kind(channel, name, sequence, timeout_s, data, kernel)
 
     def _make_broadcast(self, tensor: Tensor, root: int, timeout_s: float) -> Make:

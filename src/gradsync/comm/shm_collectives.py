@@ -1,10 +1,8 @@
-"""The operations of a shared-memory group, in three ways of moving data.
+"""The operations of a shared-memory group that move data, in two ways (all-reduce is in ``shm_all_reduce``).
 
 - ``EagerExchange``: small contributions travel inside the packets; nothing is shared but the wire.
 - ``StreamExchange``: larger ones are read by the receivers out of the segment of the sender; tensors that do
   not lie in it are copied there piece by piece.
-- ``SlicedAllReduce``: every rank reduces one slice of all contributions, in place, and writes the result into
-  the memory of all ranks.
 
 What is exchanged (who gets which bytes of whom, and what becomes of them) is an ``Exchange``, made in
 ``shm``.
@@ -19,12 +17,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gradsync.comm.channel import STAGE_BYTES, Channel, Collective, Label
+from gradsync.comm.channel import Channel, Collective, Label
 from gradsync.comm.combine import Bytes, Kernel, reduce_parts
 from gradsync.comm.wire import Kind
 from gradsync.errors import BackendError
 
-_ALIGNMENT = 64  # slices and pieces start at cache lines
+STAGE_BYTES = 8 * 1024 * 1024  # all staged pieces of an operation, two of each publication
+_ALIGNMENT = 64  # pieces start at cache lines
 
 
 @dataclass
@@ -105,40 +104,6 @@ class EagerExchange(Collective):
                 np.copyto(target, received[peer])
         if exchange.after is not None:
             exchange.after()
-
-
-class EagerAllReduce(Collective):
-    """All-reduce of a small tensor: the same as an ``EagerExchange``, with as little as possible around "
-    "it."""
-
-    def __init__(
-        self, channel: Channel, label: Label, sequence: int, timeout_s: float, data: Bytes, kernel: Kernel
-    ) -> None:
-        super().__init__(channel, label, sequence, timeout_s)
-        self._data = data
-        self._kernel = kernel
-        self._header = self.header(Kind.EAGER)
-        self._num_sent = 0
-
-    def begin(self) -> bool:
-        """Send what can be sent."""
-        for peer in self.wire.peers[self._num_sent :]:
-            if not self.wire.try_send(peer, self._header, self._data):
-                return False
-            self._num_sent += 1
-        return True
-
-    def run(self) -> None:
-        """Do the work."""
-        peers, data = self.wire.peers, self._data
-        for peer in peers[self._num_sent :]:
-            self.wire.send(peer, self._header, data, self.deadline)
-        packets = self.wire.collect(peers, self.deadline)
-        parts = [
-            self.payload(peer, packet, self._header, data.size) for peer, packet in zip(peers, packets, strict=True)
-        ]
-        parts.insert(self.channel.rank, data)
-        reduce_parts(self._kernel, parts, [data], self.channel.scratch)
 
 
 class _Outflow:
@@ -248,8 +213,8 @@ class StreamExchange(Collective):
         publications = [each for each in self._exchange.publications if each.data.size and each.readers]
         if not publications:
             return []
-        stage = self.channel.stage()
-        piece_bytes = STAGE_BYTES // len(publications) // _ALIGNMENT * _ALIGNMENT
+        stage = self.channel.stage("stream", STAGE_BYTES)
+        piece_bytes = STAGE_BYTES // (2 * len(publications)) // _ALIGNMENT * _ALIGNMENT
         return [
             _Outflow(self, publication, stage + 2 * index * piece_bytes, piece_bytes)
             for index, publication in enumerate(publications)
@@ -294,99 +259,3 @@ class StreamExchange(Collective):
             self._position += length
             if any(not inflow.available() for inflow in self._inflows.values()):
                 return
-
-
-class SlicedAllReduce(Collective):
-    """All-reduce of a large tensor: each rank reduces its slice for everybody.
-
-    Where all tensors lie in the segments, the whole is done in one step, in place. Else it is done in pieces:
-    each rank stages what others need of a piece, and copies out what others have written into its stage.
-    """
-
-    def __init__(
-        self, channel: Channel, label: Label, sequence: int, timeout_s: float, data: Bytes, kernel: Kernel
-    ) -> None:
-        super().__init__(channel, label, sequence, timeout_s)
-        self._data = data
-        self._kernel = kernel
-
-    def run(self) -> None:
-        """Do the work."""
-        self._place = self.channel.offset_of(self._data)
-        if self._place is None:
-            self._stage_at = self.channel.stage()
-            self._copy_in(0)
-        are_placed, offsets = self._step(0)
-        if are_placed:
-            self._reduce(0, self._data.size, offsets)
-            self._step(None)
-            return
-        for start in range(0, self._data.size, STAGE_BYTES):
-            stop = min(start + STAGE_BYTES, self._data.size)
-            self._reduce(start, stop, offsets)
-            following = stop if stop < self._data.size else None
-            if self._place is None and following is not None:
-                self._copy_in(following)
-            _, offsets = self._step(following)
-            if self._place is None:
-                self._copy_out(start, stop)
-
-    def _step(self, start: int | None) -> tuple[bool, list[int]]:
-        """Tell the peers where the piece that begins at ``start`` lies, and learn it of them.
-
-        With that every rank also says that it has done its part of the piece before.
-        """
-        mine = 0 if start is None else self._offset(start)
-        header = self.header(Kind.STEP, mine, self._data.size << 1 | (self._place is not None))
-        for peer in self.channel.peers:
-            self.wire.send(peer, header, b"", self.deadline)
-        are_placed = self._place is not None
-        offsets = {self.channel.rank: mine}
-        packets = self.wire.collect(self.channel.peers, self.deadline)
-        for peer, packet in zip(self.channel.peers, packets, strict=True):
-            _, offsets[peer], second = self.read(peer, packet, Kind.STEP)
-            if second >> 1 != self._data.size:
-                self.complain(peer, self.signature)
-            are_placed = are_placed and bool(second & 1)
-        return are_placed, [offsets[rank] for rank in range(self.channel.size)]
-
-    def _offset(self, start: int) -> int:
-        if self._place is not None:
-            return self._place + start
-        return self._stage_at + start // STAGE_BYTES % 2 * STAGE_BYTES
-
-    def _slice(self, rank: int, length: int) -> tuple[int, int]:
-        """The part of a piece of ``length`` bytes that ``rank`` reduces."""
-        step = -(-length // (self.channel.size * _ALIGNMENT)) * _ALIGNMENT
-        return min(rank * step, length), min((rank + 1) * step, length)
-
-    def _reduce(self, start: int, stop: int, offsets: list[int]) -> None:
-        """Reduce this rank's slice of a piece and write it wherever it is needed."""
-        first, last = self._slice(self.channel.rank, stop - start)
-        if first == last:
-            return
-        mine = self._data[start + first : start + last]
-        parts = [
-            mine if rank == self.channel.rank else self.channel.memory[rank][offset + first : offset + last]
-            for rank, offset in enumerate(offsets)
-        ]
-        targets = [mine, *(part for part in parts if part is not mine)]
-        reduce_parts(self._kernel, parts, targets, self.channel.scratch)
-
-    def _copy_in(self, start: int) -> None:
-        self._copy(start, is_in=True)
-
-    def _copy_out(self, start: int, stop: int) -> None:
-        self._copy(start, is_in=False)
-
-    def _copy(self, start: int, is_in: bool) -> None:
-        """Copy all of a piece but this rank's own slice between the tensor and the stage."""
-        data = self._data[start : start + STAGE_BYTES]
-        offset = self._offset(start)
-        stage = self.channel.segment.bytes[offset : offset + data.size]
-        first, last = self._slice(self.channel.rank, data.size)
-        for part in (slice(0, first), slice(last, data.size)):
-            if is_in:
-                np.copyto(stage[part], data[part])
-            else:
-                np.copyto(data[part], stage[part])

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 
 HEADER = struct.Struct("<BxxxIQQQ")  # kind, sequence number, signature, first and second value
 EAGER_BYTES = 32 * 1024  # the most that a packet carries itself
@@ -43,17 +43,6 @@ class Kind(IntEnum):
     OFFER = 5  # a message of so many bytes for you begins; its pieces follow
     ABORT = 6  # I have given up, for the reason in the payload
     GOODBYE = 7  # I am leaving the group and have nothing more to say
-
-
-class Packet(NamedTuple):
-    """A packet as received."""
-
-    kind: int
-    sequence: int
-    signature: int
-    first: int
-    second: int
-    payload: bytes
 
 
 class PeerLostError(Exception):

@@ -4,7 +4,7 @@ Spelled and, where torch checks too, worded so that programs that match on torch
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,11 @@ def resolve_group(process_group: Any, device_mesh: Any) -> Any:
         ValueError: there is no process group.
         RuntimeError: both arguments were given, or the mesh has more than one axis.
     """
+    is_group = process_group in (None, dist.GroupMember.NON_GROUP_MEMBER) or hasattr(process_group, "rank")
+    if not is_group:
+        raise TypeError(f"process_group is a torch.distributed.ProcessGroup, but got {process_group!r}")
+    if device_mesh is not None and not isinstance(device_mesh, dist.device_mesh.DeviceMesh):
+        raise TypeError(f"device_mesh is a torch.distributed.device_mesh.DeviceMesh, but got {device_mesh!r}")
     if process_group is not None and device_mesh is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if device_mesh is not None:
@@ -56,15 +61,41 @@ def first_problem(*checks: Callable[[], object]) -> Exception | None:
     for check in checks:
         try:
             check()
-        except (ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             return error
     return None
 
 
-def check_delay(named_parameters: Any, trigger: Any) -> None:
-    """Raise ValueError if only one of the two arguments about delayed parameters was given."""
+def check_types(device_ids: Any, mixed_precision: Any, forward_sync_buffers: Any, cap_mb_list: Any) -> None:
+    """Raise TypeError for arguments that are not of the kind that the constructor reads."""
+    for name, value in (("device_ids", device_ids), ("bucket_cap_mb_list", cap_mb_list)):
+        if value is not None and (isinstance(value, str) or not isinstance(value, Sequence)):
+            raise TypeError(f"{name} is a list or None, but got {value!r}")
+    if mixed_precision is not None and not hasattr(mixed_precision, "param_dtype"):
+        raise TypeError(
+            f"mixed_precision is a torch.nn.parallel.distributed._MixedPrecision or None, but got {mixed_precision!r}"
+        )
+    if not isinstance(forward_sync_buffers, bool):
+        raise TypeError(
+            f"forward_sync_buffers and broadcast_buffers are True, False or None, but got {forward_sync_buffers!r}"
+        )
+
+
+def check_delay(named_parameters: Any, trigger: Any, known: Iterable[torch.Tensor]) -> None:
+    """Check the two arguments about delayed parameters; ``known`` are the parameters of the module.
+
+    Raises:
+        ValueError: only one of them was given, or a parameter is not the module's and would stay local.
+    """
     if (named_parameters is None) != (trigger is None):
         raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.")
+    identities = {id(p) for p in known}
+    for name, parameter in named_parameters or ():
+        if id(parameter) not in identities:
+            raise ValueError(
+                f"delay_all_reduce_named_params names {name!r}, which is no parameter of the module and would never be "
+                f"synchronised; register it in the module, or leave it out"
+            )
 
 
 def check_devices(parameters: Sequence[torch.Tensor], device_ids: Sequence[Any] | None, output_device: Any) -> None:

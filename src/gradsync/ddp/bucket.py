@@ -5,7 +5,8 @@ it. The next pass writes into the same memory, so a gradient that somebody still
 itself, or a tensor that shares its memory) would change under their hands; ``collect`` notices that
 by the reference counts and moves on to another buffer. Between ``collect`` and the end of the pass the
 buffer belongs to the collective: ``param.grad`` is None, and what autograd adds meanwhile goes into a
-fresh tensor, the *late contribution*.
+fresh tensor, the *late contribution*. Whoever assigns to ``param.grad.data`` moves our view to memory of his
+own; ``collect`` leaves such a buffer too.
 """
 
 import sys
@@ -40,11 +41,17 @@ class FlatBuffer:
     views: list[torch.Tensor]
     idle_storage_count: int = 0
     idle_view_counts: list[int] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
 
     def remember_idle_counts(self) -> None:
         """Note how many references there are while nobody but us holds the gradients."""
         self.idle_view_counts = list(map(sys.getrefcount, self.views))
         self.idle_storage_count = _storage_count(self.whole)
+        self.addresses = list(map(torch.Tensor.data_ptr, self.views))
+
+    def is_intact(self) -> bool:
+        """Whether all views still lie where they were made."""
+        return list(map(torch.Tensor.data_ptr, self.views)) == self.addresses
 
     def is_held(self, num_own: Sequence[int]) -> bool:
         """Whether somebody else still looks at this memory; ``num_own`` counts our own references to each view."""
@@ -194,12 +201,15 @@ class Bucket:
     def _leave_held_buffer(self, grads: Sequence[torch.Tensor | None]) -> list[bool]:
         """Take another buffer if somebody holds this one; returns which gradients are our own views."""
         buffer = self.buffer
+        if not buffer.is_intact():
+            self._buffer = self._make_buffer()
+            return [False] * len(grads)
         is_grad = [g is v for g, v in zip(grads, buffer.views, strict=True)]
         # a view that is a gradient is held by its parameter and by the list `grads`
         if not buffer.is_held([2 * own for own in is_grad]):
             return is_grad
         other = self._spare
-        if other is None or other.is_held([0] * len(grads)):
+        if other is None or not other.is_intact() or other.is_held([0] * len(grads)):
             other = self._make_buffer()
         self._buffer, self._spare = other, buffer
         return [False] * len(grads)

@@ -73,6 +73,11 @@ class HookedCollective:
         self._timeout = timeout
         self._rank = rank
 
+    @property
+    def name(self) -> str:
+        """The hook's name, for messages and to compare between ranks."""
+        return name_of(self.hook)
+
     def launch(self, bucket: Bucket, is_last: bool) -> None:
         """Call the hook.
 
@@ -83,7 +88,7 @@ class HookedCollective:
         if not isinstance(future, Future | torch._C.Future):  # type: ignore[attr-defined]
             raise RuntimeError(
                 f"rank {self._rank}: a communication hook must return a torch.futures.Future object, but "
-                f"{_name_of(self.hook)} returned {type(future).__name__}"
+                f"{name_of(self.hook)} returned {type(future).__name__}"
             )
         bucket.work = future
 
@@ -102,7 +107,7 @@ class HookedCollective:
             future.add_done_callback(lambda _: arrived.set())
             if not arrived.wait(self._timeout.total_seconds()):
                 raise ReducerFailedError(
-                    f"rank {self._rank}: the communication hook {_name_of(self.hook)} did not complete its future "
+                    f"rank {self._rank}: the communication hook {name_of(self.hook)} did not complete its future "
                     f"within {self._timeout.total_seconds():g} s (the group's time-out), for the bucket with "
                     f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
                 )
@@ -120,7 +125,7 @@ def check_hook(hook: Any) -> None:
     parameters = signature.parameters
     if "bucket" not in parameters and len(parameters) != 2:
         raise ValueError(
-            f"Communication hook: expected a function of (state, bucket), but {_name_of(hook)} takes {signature}"
+            f"Communication hook: expected a function of (state, bucket), but {name_of(hook)} takes {signature}"
         )
     annotation = parameters["bucket"].annotation if "bucket" in parameters else inspect.Parameter.empty
     allowed = (
@@ -140,5 +145,6 @@ def check_hook(hook: Any) -> None:
         )
 
 
-def _name_of(hook: Any) -> str:
+def name_of(hook: Any) -> str:
+    """Return the hook's name for messages."""
     return str(getattr(hook, "__qualname__", None) or type(hook).__qualname__)

@@ -36,8 +36,6 @@ class Slot:
     plan_digest: int
     change_digest: int
     """0, or a digest of the set of trainable parameters that this rank now has instead of the planned one."""
-    buffer_digest: int
-    """A digest of the names, shapes and dtypes of the buffers."""
     weight_high: int
     weight_low: float
     """The gradient weight is ``weight_high * 2**20 + weight_low``."""
@@ -91,7 +89,7 @@ def write_words(
         words[num_parameters + index] = 1.0
     start = 2 * num_parameters + SLOT_WORDS * rank
     words[start : start + SLOT_WORDS] = [float(getattr(slot, f.name)) for f in fields(Slot)]
-    target.copy_(torch.tensor(words, dtype=torch.float32))
+    target.copy_(torch.tensor(words, dtype=torch.float32, device="cpu"))
 
 
 def read_words(source: torch.Tensor, num_parameters: int) -> ControlWords:

@@ -45,8 +45,17 @@ class Attendance:
         """Serve every participant of this backward, if none of the other callbacks has done so already."""
         together = sorted(_attending.pop(self._task, []), key=lambda p: p.serial)
         unfinished = [p for p in together if p.end_backward()]
-        for participant in unfinished:
-            participant.finish_backward()
+        errors = [error for p in unfinished if (error := _error_of(p.finish_backward)) is not None]
+        if errors:
+            raise errors[0]  # only after all: the others' collectives are under way
+
+
+def _error_of(step: Callable[[], None]) -> BaseException | None:
+    try:
+        step()
+    except BaseException as error:
+        return error
+    return None
 
 
 _attending: dict[int, list[Participant]] = {}

@@ -16,18 +16,21 @@ from gradsync.comm.groups import Group
 class Pending(Protocol):
     """A sum on its way."""
 
-    def wait(self) -> torch.Tensor:
-        """Return this rank's slice of the sum."""
+    def wait(self) -> None:
+        """Return when this rank's slice of the sum has arrived."""
 
 
 class Exchange(Protocol):
-    """One way to do both; ``tag`` is equal on all ranks, and unique among what is on its way."""
+    """One way to do both; ``tag`` is equal on all ranks, and unique among what is on its way.
+
+    Slices have the length of ``out``, or ``slice_numel``.
+    """
 
     takes_any_length: bool
     """Whether the last slices may be shorter, or empty."""
 
-    def reduce_scatter(self, whole: torch.Tensor, slice_numel: int, tag: int) -> Pending:
-        """Start to sum ``whole`` over the ranks; it must not change until the slice has arrived."""
+    def reduce_scatter(self, whole: torch.Tensor, out: torch.Tensor, tag: int) -> Pending:
+        """Start to sum ``whole`` over the ranks and to put this rank's slice into ``out``."""
 
     def all_gather(self, whole: torch.Tensor, slice_numel: int, tag: int) -> Sequence[Any]:
         """Start to fill ``whole`` with every rank's slice of it; returns works to wait for."""
@@ -49,11 +52,9 @@ class NativeExchange:
     def __init__(self, group: Group) -> None:
         self._group = group
 
-    def reduce_scatter(self, whole: torch.Tensor, slice_numel: int, tag: int) -> Pending:
+    def reduce_scatter(self, whole: torch.Tensor, out: torch.Tensor, tag: int) -> Pending:
         """See ``Exchange``."""
-        mine = torch.empty(slice_numel, dtype=whole.dtype, device=whole.device)
-        options = dist.ReduceScatterOptions()
-        return _InOnePiece(mine, whole, self._group._reduce_scatter_base(mine, whole, options))
+        return _Whole(self._group._reduce_scatter_base(out, whole, dist.ReduceScatterOptions()), whole)
 
     def all_gather(self, whole: torch.Tensor, slice_numel: int, tag: int) -> Sequence[Any]:
         """See ``Exchange``."""
@@ -69,11 +70,11 @@ class AllReduceExchange:
     def __init__(self, group: Group) -> None:
         self._group = group
 
-    def reduce_scatter(self, whole: torch.Tensor, slice_numel: int, tag: int) -> Pending:
+    def reduce_scatter(self, whole: torch.Tensor, out: torch.Tensor, tag: int) -> Pending:
         """See ``Exchange``."""
         total = whole.clone()
-        mine = slice_of(total, slice_numel, self._group.rank())
-        return _InOnePiece(mine, total, self._group.allreduce([total]))
+        mine = slice_of(total, out.numel(), self._group.rank())
+        return _Whole(self._group.allreduce([total]), total, mine, out)
 
     def all_gather(self, whole: torch.Tensor, slice_numel: int, tag: int) -> Sequence[Any]:
         """See ``Exchange``."""
@@ -87,18 +88,21 @@ class AllReduceExchange:
         return works
 
 
-class _InOnePiece:
-    def __init__(self, mine: torch.Tensor, whole: torch.Tensor, work: Any) -> None:
-        self._mine = mine
-        self._whole: torch.Tensor | None = whole
-        self._work = work
+class _Whole:
+    """One operation on the whole tensor, of which a part may have to be copied out in the end."""
 
-    def wait(self) -> torch.Tensor:
+    def __init__(
+        self, work: Any, whole: torch.Tensor, mine: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> None:
+        self._work = work
+        self._whole = whole
+        self._mine = mine
+        self._out = out
+
+    def wait(self) -> None:
         self._work.wait()
-        if self._whole is not None and self._mine.untyped_storage().data_ptr() == self._whole.data_ptr():
-            self._mine = self._mine.clone()  # so that the rest of the memory can go
-        self._whole = None
-        return self._mine
+        if self._mine is not None and self._out is not None:
+            self._out[: self._mine.numel()].copy_(self._mine)
 
 
 class PairwiseExchange:
@@ -113,18 +117,21 @@ class PairwiseExchange:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._rank, size = group.rank(), group.size()
-        self._peers = [(self._rank + step) % size for step in range(1, size)]
+        self._peers = [rank for rank in range(size) if rank != self._rank]
 
-    def reduce_scatter(self, whole: torch.Tensor, slice_numel: int, tag: int) -> Pending:
+    def reduce_scatter(self, whole: torch.Tensor, out: torch.Tensor, tag: int) -> Pending:
         """See ``Exchange``."""
-        mine = slice_of(whole, slice_numel, self._rank)
-        theirs = {peer: torch.empty_like(mine) for peer in self._peers} if mine.numel() else {}
+        mine = slice_of(whole, out.numel(), self._rank)
+        theirs = {}
+        if mine.numel():
+            theirs = {peer: torch.empty_like(mine) for peer in self._peers[1:]}
+            theirs[self._peers[0]] = out[: mine.numel()]
         works = [self._group.recv([part], peer, tag) for peer, part in theirs.items()]
         for peer in self._peers:
-            part = slice_of(whole, slice_numel, peer)
+            part = slice_of(whole, out.numel(), peer)
             if part.numel():
                 works.append(self._group.send([part], peer, tag))
-        return _InParts({self._rank: mine, **theirs}, self._rank, works)
+        return _Parts({self._rank: mine, **theirs}, out, works)
 
     def all_gather(self, whole: torch.Tensor, slice_numel: int, tag: int) -> Sequence[Any]:
         """See ``Exchange``."""
@@ -136,26 +143,20 @@ class PairwiseExchange:
         return works
 
 
-class _InParts:
-    """One part a rank, this rank's own among them; the sum goes into memory that was received."""
+class _Parts:
+    """One part a rank, this rank's own among them; the first of the others lies where the sum goes."""
 
-    def __init__(self, parts: dict[int, torch.Tensor], rank: int, works: Sequence[Any]) -> None:
-        self._parts = parts
-        self._rank = rank
+    def __init__(self, parts: dict[int, torch.Tensor], out: torch.Tensor, works: Sequence[Any]) -> None:
+        self._parts = [parts[rank] for rank in sorted(parts)]
+        self._out = out
         self._works = works
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> None:
         for work in self._works:
             work.wait()
-        ordered = [self._parts[rank] for rank in sorted(self._parts)]
-        if len(ordered) == 1:
-            return ordered[0]
-        target = ordered[1] if self._rank == 0 else ordered[0]
-        total = torch.add(ordered[0], ordered[1], out=target)
-        for part in ordered[2:]:
-            total.add_(part)
-        self._parts = {}
-        return total
+        total, *rest = self._parts
+        for part in rest:
+            total = torch.add(total, part, out=self._out[: part.numel()])
 
 
 def slice_of(whole: torch.Tensor, slice_numel: int, rank: int) -> torch.Tensor:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from gradsync.errors import ContractError
+
 if TYPE_CHECKING:
     from gradsync.ddp.reducer import Reducer
 
@@ -33,23 +35,42 @@ def watch(reducer: "Reducer") -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     for reducer in list(_reducers):
-        if any(reducer.touched):
+        if reducer.is_in_backward:
+            _refuse(reducer, optimizer)
+        elif any(reducer.touched):
             _report(reducer, optimizer)
 
 
+def _refuse(reducer: "Reducer", optimizer: torch.optim.Optimizer) -> None:
+    names = _stepped(reducer, optimizer, reducer.holding_gradients())
+    if names:
+        raise ContractError(
+            f"rank {reducer.rank}: optimizer.step() in the middle of backward, on a gradient that is not "
+            f"synchronised yet: {_some(names)}; step after backward, or use "
+            f"torch.distributed.optim._apply_optimizer_in_backward, which gradsync runs on the synchronised gradients"
+        )
+
+
 def _report(reducer: "Reducer", optimizer: torch.optim.Optimizer) -> None:
-    local = reducer.unsynchronized()
-    if not local:
-        return
-    by_name = dict(zip(reducer.names, reducer.parameters, strict=True))
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    names = [name for name in local if id(by_name[name]) in stepped]
+    names = _stepped(reducer, optimizer, reducer.unsynchronized())
     if names:
         warnings.warn(
             f"rank {reducer.rank}: optimizer.step() on gradients that were accumulated but never synchronised: "
-            f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''} ({len(names)} parameter(s)); "
-            f"the replicas will differ. Leave no_sync() for the last backward before the step, "
+            f"{_some(names)}; the replicas will differ. Leave no_sync() for the last backward before the step, "
             f"or call sync_gradients()",
             UnsynchronizedGradientsWarning,
             stacklevel=4,
         )
+
+
+def _stepped(reducer: "Reducer", optimizer: torch.optim.Optimizer, local: list[str]) -> list[str]:
+    """Return which of these names are those of parameters of the optimizer."""
+    if not local:
+        return []
+    by_name = dict(zip(reducer.names, reducer.parameters, strict=True))
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return [name for name in local if id(by_name[name]) in stepped]
+
+
+def _some(names: list[str]) -> str:
+    return f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''} ({len(names)} parameter(s))"

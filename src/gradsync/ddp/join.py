@@ -24,16 +24,18 @@ class Announcement:
     source: int
     synchronizes: bool
     sends_buffers: bool
+    is_anyone_joined: bool = False
 
 
 def announce(ddp: "DistributedDataParallel", mine: Announcement) -> Announcement:
     """Tell the other ranks what this one will do, and return what the group will do; collective."""
-    words = torch.tensor([mine.source, int(mine.synchronizes), int(mine.sends_buffers)], dtype=torch.int64)
+    flags = [mine.synchronizes, mine.sends_buffers, mine.source < 0]
+    words = torch.tensor([mine.source, *map(int, flags)], dtype=torch.int64, device="cpu")
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
     ddp.reducer.control_group.allreduce([words], options).wait()
-    source, synchronizes, sends_buffers = words.tolist()
-    return Announcement(source, bool(synchronizes), bool(sends_buffers))
+    source, *told = words.tolist()
+    return Announcement(source, *map(bool, told))
 
 
 class DDPJoinHook(JoinHook):

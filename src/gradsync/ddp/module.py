@@ -16,10 +16,11 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.utils import _to_kwargs
 
 from gradsync.comm.groups import broadcast_tensors
-from gradsync.comm.private import Lease, borrow_group
 from gradsync.ddp import arguments, guard
-from gradsync.ddp.comm_hooks import CommHook
+from gradsync.ddp.agreement import check_same_hook
+from gradsync.ddp.comm_hooks import CommHook, name_of
 from gradsync.ddp.compiler import keep_compiler_out
+from gradsync.ddp.engine_groups import EngineGroups
 from gradsync.ddp.join import Announcement, DDPJoinHook, announce, hook_arguments
 from gradsync.ddp.outputs import find_tensors
 from gradsync.ddp.plan import MIB, caps_from_mib
@@ -31,6 +32,8 @@ from gradsync.ddp.replicas import (
     check_parameters,
     describe_buffers,
     describe_parameters,
+    describe_values,
+    have_equal_shapes,
     shapes_of_rank,
     verify,
 )
@@ -38,7 +41,7 @@ from gradsync.ddp.settings import Reduction, Settings
 from gradsync.ddp.surface import BROADCAST_BUCKET_BYTES, TorchSurface
 from gradsync.ddp.sync_batchnorm import run_on_cpu
 from gradsync.ddp.watch import ModuleWatch
-from gradsync.errors import ConfigError
+from gradsync.errors import ConfigError, ContractError
 
 _CPU = torch.device("cpu")
 
@@ -129,12 +132,17 @@ class DistributedDataParallel(TorchSurface):
         self.dim = dim
         self.require_forward_param_sync = True
         run_on_cpu(module)
-        self._watch = ModuleWatch(module, self.parameters_to_ignore)
+        self._watch = ModuleWatch(self, self.parameters_to_ignore)
         named = self._watch.all_parameters()
         self._set_devices(named, device_ids, output_device)
         self._agree(
             arguments.first_problem(
-                lambda: arguments.check_delay(delay_all_reduce_named_params, param_to_hook_all_reduce),
+                lambda: arguments.check_types(
+                    device_ids, mixed_precision, self.forward_sync_buffers, bucket_cap_mb_list
+                ),
+                lambda: arguments.check_delay(
+                    delay_all_reduce_named_params, param_to_hook_all_reduce, module.parameters()
+                ),
                 lambda: arguments.check_caps(bucket_cap_mb, bucket_cap_mb_list),
                 lambda: arguments.check_reduction(reduction),
                 lambda: check_parameters(named),
@@ -142,9 +150,10 @@ class DistributedDataParallel(TorchSurface):
             ),
             init_sync,
             {
-                "bucket limits (MiB)": [bucket_cap_mb, bucket_cap_mb_list],
-                "reduction": reduction,
-                "forward_sync_buffers": self.forward_sync_buffers,
+                "bucket limits (MiB)": str([bucket_cap_mb, bucket_cap_mb_list]),
+                "reduction": str(reduction),
+                "forward_sync_buffers": str(self.forward_sync_buffers),
+                "mixed_precision": str(mixed_precision),
             },
         )
         self._settings = Settings(caps_from_mib(bucket_cap_mb, bucket_cap_mb_list), Reduction(reduction))
@@ -167,7 +176,7 @@ class DistributedDataParallel(TorchSurface):
         self.device: torch.device = named[0][1].device if named else _CPU
         self.device_type = self.device.type
         self.is_multi_device_module = len({p.device for _, p in named}) > 1
-        has_ids = bool(device_ids) and self.device_type != "cpu"
+        has_ids = bool(device_ids) and isinstance(device_ids, Sequence) and self.device_type != "cpu"
         self.device_ids = [_index(d) for d in device_ids or ()] if has_ids else None
         self.output_device = output_device if device_ids else None
 
@@ -183,14 +192,15 @@ class DistributedDataParallel(TorchSurface):
             facts += [[name, "setting", value] for name, value in settings.items()]
             if problem is None:
                 facts += describe_parameters(self._watch.all_parameters()) + describe_buffers(self._watch.buffers())
+                facts += describe_values(self._watch.sparse_buffers())
             check_contract(group, facts, self.device, group.rank())
         if problem is not None:
             raise problem
         if is_shared:
             broadcast_state(group, self._synchronized_state(), 0, group.rank())
 
-    def _connect(self, shared_with: "DistributedDataParallel | None" = None) -> None:
-        """Make the groups and the reducer; the copy of a module shares the groups of its original."""
+    def _connect(self, original: "DistributedDataParallel | None" = None) -> None:
+        """Make the groups and the reducer; a copy starts with the groups of its original."""
         group = self.process_group
         self._comm_hooks: list[tuple[Any, Any]] = []
         self._forwards_since_backward = 0
@@ -198,23 +208,10 @@ class DistributedDataParallel(TorchSurface):
         self._unsynced_forward_in_window = False
         self._seen_backwards = 0
         self._seen_passes = 0
-        self._lease: Lease | None = None
-        if shared_with is not None:
-            self._lease = shared_with._lease
-            bucket_group, control_group = shared_with.reducer.group, shared_with.reducer.control_group
-        elif group.size() == 1:
-            bucket_group = control_group = group
-        elif self.device_type == "cpu":
-            self._lease = borrow_group(group, self.device)
-            bucket_group = control_group = self._lease.group
-        else:
-            self._lease = borrow_group(group, self.device, "gloo")
-            bucket_group, control_group = group, self._lease.group
-        self.reducer = Reducer(self._watch, bucket_group, control_group, self._settings)
-        if self._lease is not None:
-            self.reducer.on_failure = self._lease.spoil
+        groups = EngineGroups(group, self.device, None if original is None else original.reducer.groups)
+        self.reducer = Reducer(self._watch, groups, self._settings)
         if group.size() == 1 and self._settings.reduction != "weighted":
-            self.reducer.remove_hooks()
+            self.reducer.detach()
             self._is_active = False
         else:
             self._is_active = True
@@ -266,7 +263,14 @@ class DistributedDataParallel(TorchSurface):
         if self._join_config.enable and self._is_active:
             Join.notify_join_context(self)
             mine = Announcement(self.reducer.rank, self.reducer.synchronizes, sends_buffers)
-            source = announce(self, mine).source
+            coming = announce(self, mine)
+            self._look_at_window()
+            if coming.is_anyone_joined and coming.synchronizes and self._forwards_since_backward:
+                raise ContractError(
+                    f"rank {self.reducer.rank}: a second forward before backward, while another rank has run out of "
+                    f"batches: join() supports one forward a backward, since the joined rank has to follow"
+                )
+            source = coming.source
         if sends_buffers and self._buffers_wait_for_forward():
             self._sends_buffers_after_forward = True
         elif sends_buffers:
@@ -311,10 +315,11 @@ class DistributedDataParallel(TorchSurface):
         While a graph of an earlier forward may still hold the old values for its backward, the module gets new
         tensors; otherwise they are overwritten in place, so that other references to them stay valid.
         """
-        buffers = list(self._watch.buffers().values())
+        named = self._watch.buffers()
+        buffers = list(named.values())
         shapes = buffers
-        if not self.reducer.has_equal_buffers:
-            shapes = shapes_of_rank(self.reducer.control_group, self._watch.buffers(), source)
+        if not have_equal_shapes(self.reducer.control_group, named):
+            shapes = shapes_of_rank(self.reducer.control_group, named, source)
         received = broadcast_tensors(self._state_group, shapes, source)
         if self.reducer.rank == source:
             return
@@ -431,13 +436,15 @@ class DistributedDataParallel(TorchSurface):
         self._claim_hook()
         self._comm_hooks.append((hook, state))
         self._logging.comm_hook = str(getattr(hook, "__qualname__", hook))
+        if self.reducer.num_passes:  # before the first pass it is compared then
+            check_same_hook(self.process_group, name_of(hook), self.device)
         self._reduce_with(state, hook)
         self._activate()
 
     def _activate(self) -> None:
         """Run passes even if this is the only rank."""
         if not self._is_active:
-            self.reducer._register_hooks()
+            self.reducer.attach()
             self._is_active = True
 
     # ------------------------------------------------------------- uneven inputs
@@ -485,8 +492,8 @@ class DistributedDataParallel(TorchSurface):
         other.process_group = self.process_group
         other.module = copy.deepcopy(self.module, memo)
         other.training = self.training
-        other._watch = ModuleWatch(other.module, other.parameters_to_ignore)
-        other._connect(shared_with=self)
+        other._watch = ModuleWatch(other, other.parameters_to_ignore)
+        other._connect(original=self)
         other.require_backward_grad_sync = self.require_backward_grad_sync
         return other
 
@@ -511,7 +518,7 @@ class DistributedDataParallel(TorchSurface):
         self.process_group = arguments.resolve_group(_group_of(ranks), None)
         self.module = module
         self.training = training
-        self._watch = ModuleWatch(module, self.parameters_to_ignore)
+        self._watch = ModuleWatch(self, self.parameters_to_ignore)
         self._connect()
 
     def _plain_state(self) -> dict[str, Any]:
@@ -521,7 +528,6 @@ class DistributedDataParallel(TorchSurface):
             "reducer",
             "device_mesh",
             "_watch",
-            "_lease",
             "_join_config",
             "training",
             "_comm_hooks",

@@ -1,13 +1,14 @@
 """Find the tensors in whatever a module's forward returns."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 _MAX_OBJECTS = 100_000
+_LONG = 10_000
 _ATOMS = (str, bytes, bytearray, int, float, complex, bool, type(None), type, nn.Module)
 
 
@@ -20,7 +21,9 @@ def find_tensors(output: Any) -> Iterator[torch.Tensor]:
     """
     seen: set[int] = set()
     stack = [output]
-    while stack and len(seen) < _MAX_OBJECTS:
+    for _ in range(_MAX_OBJECTS):
+        if not stack:
+            return
         value = stack.pop()
         if isinstance(value, _ATOMS) or id(value) in seen:
             continue
@@ -32,9 +35,11 @@ def find_tensors(output: Any) -> Iterator[torch.Tensor]:
 
 
 def _parts(value: Any) -> list[Any]:
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return [*value.values(), *_attributes(value)]
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, list | tuple):
+        return [] if _holds_numbers(value) else list(value)
+    if isinstance(value, set | frozenset):
         return list(value)
     if dataclasses.is_dataclass(value):
         return [getattr(value, f.name, None) for f in dataclasses.fields(value)] + _attributes(value)
@@ -43,6 +48,13 @@ def _parts(value: Any) -> list[Any]:
     if callable(value) and not hasattr(value, "__dict__"):
         return []
     return _attributes(value)
+
+
+def _holds_numbers(value: Sequence[Any]) -> bool:
+    """Whether a long sequence begins and ends with plain values, as lists of token numbers do."""
+    return len(value) > _LONG and all(
+        isinstance(part, _ATOMS) for part in (value[0], value[-1], value[len(value) // 2])
+    )
 
 
 def _attributes(value: Any) -> list[Any]:

@@ -65,7 +65,9 @@ def parameter_spec(name: str, parameter: torch.Tensor, is_sparse: bool = False) 
     strides = tuple(parameter.stride())
     if not is_dense(shape, strides):
         strides = _contiguous_strides(shape)
-    return ParameterSpec(name, shape, strides, parameter.dtype, parameter.device, is_sparse)
+    # the user may ask for gradients in another dtype than the parameter's (torch 2.10)
+    dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+    return ParameterSpec(name, shape, strides, dtype, parameter.device, is_sparse)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ gradients of several parameters. *Ready*: a parameter whose last contribution in
 *Launch*: start the all-reduce of a bucket. *Control words*: what the ranks tell each other in every pass.
 
     backward starts      -> _begin_pass       first output hook or gradient hook; queues the end-of-backward callback
-    a gradient arrives   -> _on_gradient      counts; launches the buckets that are complete, in index order
+    a gradient arrives   -> on_gradient       counts; launches the buckets that are complete, in index order
     backward ends        -> end_backward      launches the rest; then all wait, read the control words,
                             finish_backward   fetches late contributions, points param.grad at the result
 
@@ -35,17 +35,24 @@ is reset.
 
 import contextlib
 import itertools
-import json
 import threading
 import weakref
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from gradsync.comm.groups import Group, broadcast_tensors, exchange_text
+from gradsync.comm.groups import Group, broadcast_tensors
+from gradsync.ddp.agreement import (
+    NamedParameter,
+    change_digest,
+    check_abandoned,
+    check_same_change,
+    check_same_hook,
+    check_same_pass,
+    plan_digest,
+)
 from gradsync.ddp.backward import is_accumulating
 from gradsync.ddp.bucket import Bucket, local_tensor
 from gradsync.ddp.comm_hooks import HookedCollective
@@ -61,44 +68,38 @@ from gradsync.ddp.control import (
     write_words,
 )
 from gradsync.ddp.end_of_backward import Attendance, attend
+from gradsync.ddp.engine_groups import EngineGroups
 from gradsync.ddp.ownership import claim, owns
+from gradsync.ddp.parameter_hooks import ParameterHooks
 from gradsync.ddp.plan import Plan, make_plan, parameter_spec
 from gradsync.ddp.readiness import Readiness
 from gradsync.ddp.reducer_surface import ReducerSurface
-from gradsync.ddp.replicas import describe_parameters, first_difference
 from gradsync.ddp.rounds import reduce_newcomers, reduce_sparse
 from gradsync.ddp.settings import Reduction, Settings
 from gradsync.ddp.sharding import Sharding
 from gradsync.ddp.watch import ModuleWatch
 from gradsync.errors import ContractError, ReducerFailedError
 
-NamedParameter = tuple[str, nn.Parameter]
 _serials = itertools.count()
 
 
 class Reducer(ReducerSurface):
-    """Synchronises the gradients of one module; see the module's docstring for the order of events.
+    """Synchronises the gradients of one module; see the module's docstring for the order of events."""
 
-    ``group`` carries the buckets, ``control_group`` (CPU tensors) everything else; they may be one.
-    """
-
-    def __init__(self, watch: ModuleWatch, group: Group, control_group: Group, settings: Settings) -> None:
+    def __init__(self, watch: ModuleWatch, groups: EngineGroups, settings: Settings) -> None:
         self.watch = watch
-        self.group = group
-        self.control_group = control_group
+        self.groups = groups
         self.settings = settings
         self.serial = next(_serials)
-        self.rank: int = group.rank()
-        self.world_size: int = group.size()
+        self.rank: int = groups.buckets.rank()
+        self.world_size: int = groups.buckets.size()
         self.synchronizes = True
         self.divides_by_active_ranks = False
         self.num_passes = 0
         self.num_backwards = 0
         self.gradient_weight = 0.0
-        self.has_equal_buffers = True
         self.hook: HookedCollective | None = None
         self.sharding: Sharding | None = None
-        self.on_failure: Callable[[], object] = lambda: None
         self.backward_over: Callable[[], object] = lambda: None
         """Called first when a backward that began a pass is over."""
         self.pass_done: Callable[[], object] = lambda: None
@@ -109,15 +110,26 @@ class Reducer(ReducerSurface):
         self._is_open = False
         self._is_complete = False
         self._forward_thread = threading.get_ident()
-        self._handles: list[Any] = []
+        self._hooks = ParameterHooks(self)
         self._is_detached = False
         self._change: list[NamedParameter] | None = None
+        self._converted: dict[int, torch.Tensor | None] = {}
         self.parameters: list[nn.Parameter] = []
         self.buckets: list[Bucket] = []
         self.sparse_results: dict[int, torch.Tensor] = {}
         self.touched = bytearray()
         claim(self, [p for _, p in watch.trainable()])
         self._install(self._owned())
+
+    @property
+    def group(self) -> Group:
+        """The group that carries the buckets."""
+        return self.groups.buckets
+
+    @property
+    def control_group(self) -> Group:
+        """The group that carries everything else, in CPU tensors."""
+        return self.groups.control
 
     # ------------------------------------------------------------------ plan
 
@@ -170,8 +182,7 @@ class Reducer(ReducerSurface):
         """Make the buckets of a plan, and move the gradients of the last pass into their memory."""
         self.plan = plan
         self.bucket_of = plan.bucket_of
-        digest = zlib.crc32(repr([(b.indices, str(b.dtype)) for b in plan.buckets] + [plan.sparse]).encode())
-        self._plan_digest = digest % WORD_LIMIT
+        self._plan_digest = plan_digest(plan)
         words = num_words(len(self.specs), self.world_size)
         last = plan.buckets[-1] if plan.buckets else None
         self._words_ride = (
@@ -181,7 +192,7 @@ class Reducer(ReducerSurface):
             and self.hook is None
             and self.sharding is None
         )
-        self._words = None if self._words_ride else torch.zeros(words)
+        self._words = None if self._words_ride else torch.zeros(words, dtype=torch.float32, device="cpu")
         self.buckets = self._make_buckets(plan, words) if self.sharding is None else self.sharding.make_buckets(plan)
         for bucket in self.buckets:
             bucket.adopt(results)
@@ -200,25 +211,18 @@ class Reducer(ReducerSurface):
         ]
 
     def _register_hooks(self) -> None:
-        self.remove_hooks()
-        reducer = weakref.ref(self)
-        for index, parameter in enumerate(self.parameters):
-            self._handles.append(
-                parameter.register_post_accumulate_grad_hook(_gradient_hook(reducer, index))  # type: ignore[no-untyped-call]
-            )
-            if self.settings.reduction is not Reduction.MEAN and self.sharding is None:
-                self._handles.append(parameter.register_hook(_carry_hook(reducer, index)))  # type: ignore[no-untyped-call]
+        carries = self.settings.reduction is not Reduction.MEAN and self.sharding is None
+        self._hooks.register(self.parameters, before_too=carries)
 
     def detach(self) -> None:
         """Synchronise no gradient any more."""
-        self.remove_hooks()
+        self._hooks.remove()
         self._is_detached = True
 
-    def remove_hooks(self) -> None:
-        """Leave the parameters as they were before wrapping."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+    def attach(self) -> None:
+        """Synchronise gradients again."""
+        self._register_hooks()
+        self._is_detached = False
 
     def inherit(self, other: "Reducer") -> None:
         """Remember which gradients another reducer of the same module has left unsynchronised."""
@@ -252,12 +256,12 @@ class Reducer(ReducerSurface):
         """
         if self._is_detached:
             return
-        reducer = weakref.ref(self)
 
         def output_hook(_: torch.Tensor) -> None:
-            alive = reducer()
-            if alive is not None and not alive._in_pass:
-                alive._begin_pass()
+            # Not a weak reference: a graph keeps its reducer, so that a wrapper may be gone before backward.
+            if not self._in_pass:
+                self._hooks.come_last()
+                self._begin_pass()
 
         self._forward_thread = threading.get_ident()
         tensor.register_hook(output_hook)  # type: ignore[no-untyped-call]
@@ -265,6 +269,11 @@ class Reducer(ReducerSurface):
     @property
     def _in_pass(self) -> bool:
         return self._pass is not None and self._pass() is not None
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a synchronised backward is running right now."""
+        return self._in_pass
 
     def settle(self) -> None:
         """Raise if a pass failed; complete one whose backward raised."""
@@ -290,10 +299,14 @@ class Reducer(ReducerSurface):
         return True
 
     def _open_pass(self) -> None:
+        awaited = self.readiness.num_awaited(self.plan)
         if self.watch.has_changed():
             self._change = self._owned()
+            awaited = [
+                waiting + 1 for waiting in awaited
+            ]  # which parameters the plan still fits is sorted out at the end
         self.readiness.start_pass()
-        for bucket, waiting in zip(self.buckets, self.readiness.num_awaited(self.plan), strict=True):
+        for bucket, waiting in zip(self.buckets, awaited, strict=True):
             bucket.start_pass(waiting)
         self._counts = self.readiness.counts
         self._expected = self.readiness.expected
@@ -304,7 +317,8 @@ class Reducer(ReducerSurface):
 
     # ------------------------------------------------------------- a gradient arrives
 
-    def _on_gradient(self, index: int) -> None:
+    def on_gradient(self, index: int) -> None:
+        """Take note of a contribution; launch what it completes."""
         if (self._pass is None or self._pass() is None) and not self._begin_pass():
             self.touched[index] = 1
             return
@@ -392,8 +406,19 @@ class Reducer(ReducerSurface):
         if not any(self._counts) and not is_accumulating(self._forward_thread):
             self._is_open = False
             return False
+        self._prepare_first_pass()
         self._launch_rest(RankState.TRAINING)
         return True
+
+    def _prepare_first_pass(self) -> None:
+        """Make sure, once, of what all ranks must have in common before their collectives can pair."""
+        if self.is_order_agreed:
+            return
+        shared = self.group
+        self.groups.make_private()
+        if self.hook is not None and self.hook.state is shared:
+            self.hook.state = self.group
+        check_same_hook(self.control_group, None if self.hook is None else self.hook.name, torch.device("cpu"))
 
     def finish_backward(self) -> None:
         """Wait for the pass, and make its result the gradients."""
@@ -401,6 +426,7 @@ class Reducer(ReducerSurface):
         self.pass_done()
 
     def _launch_rest(self, state: RankState) -> None:
+        self._put_converted_aside()
         for bucket in self.buckets[self._cursor : -1]:
             self._launch(bucket)
         self._cursor = len(self.buckets)
@@ -419,14 +445,23 @@ class Reducer(ReducerSurface):
             self._write_words(self._words, state)
             self._words_work = self.control_group.allreduce([self._words])
 
+    def _put_converted_aside(self) -> None:
+        """Keep gradients out of the buckets whose parameter has got another dtype or shape; see ``_take_change``."""
+        if self._change is None:
+            return
+        for parameter, spec in zip(self.parameters, self.specs, strict=True):
+            local = local_tensor(parameter)
+            if local.dtype != spec.dtype or tuple(local.shape) != spec.shape:
+                self._converted[id(parameter)] = parameter.grad
+                parameter.grad = None
+
     def _write_words(self, target: torch.Tensor, state: RankState) -> None:
         high, low = split_weight(self.gradient_weight)
         slot = Slot(
             state=state,
             pass_number=self.num_passes % WORD_LIMIT,
             plan_digest=self._plan_digest,
-            change_digest=self._change_digest(),
-            buffer_digest=self._buffer_digest(),
+            change_digest=change_digest(self._change),
             weight_high=high,
             weight_low=low,
         )
@@ -440,26 +475,12 @@ class Reducer(ReducerSurface):
             return list(range(len(self.specs)))
         return [index for index, touched in enumerate(self.touched) if touched and index not in missing]
 
-    def _buffer_digest(self) -> int:
-        buffers = self.watch.buffers()
-        if not buffers:
-            return 0
-        facts = [(name, tuple(b.shape), str(b.dtype)) for name, b in buffers.items()]
-        return zlib.crc32(repr(facts).encode()) % WORD_LIMIT
-
-    def _change_digest(self) -> int:
-        if self._change is None:
-            return 0
-        facts = [(name, tuple(p.shape), str(p.dtype)) for name, p in self._change]
-        return zlib.crc32(repr(facts).encode()) % (WORD_LIMIT - 1) + 1
-
     def _finish(self, learns: bool = False, joined: bool = False) -> None:
         """Wait for everything that was launched, and turn it into gradients."""
         try:
             with _phase("ddp::wait"):
                 words = self._wait()
             self._check(words)
-            self.has_equal_buffers = len({slot.buffer_digest for slot in words.slots}) == 1
             self.last_words = words
             self._add_late(words)
             self._divide(words)
@@ -481,6 +502,7 @@ class Reducer(ReducerSurface):
     def _close_pass(self) -> None:
         self._is_open = False
         self._change = None
+        self._converted = {}
         self.num_passes += 1
         self.gradient_weight = 0.0
         for bucket in self.buckets:
@@ -500,37 +522,14 @@ class Reducer(ReducerSurface):
 
     def _check(self, words: ControlWords) -> None:
         """Raise, on all ranks alike, if the ranks were not in the same pass of the same plan."""
-        slots = words.slots
-        abandoned = [rank for rank, slot in enumerate(slots) if slot.state == RankState.ABANDONED]
-        if abandoned and len(abandoned) < len(slots):
-            self._drop_gradients()
-            raise ContractError(
-                f"rank {self.rank}: the backward of rank(s) {_numbers(abandoned)} raised an exception in pass "
-                f"{self.num_passes}, so the gradients of this pass are incomplete and were dropped on all ranks; "
-                f"the exception on that rank says why"
-            )
-        self._check_change(slots)
-        for what, values in (
-            ("pass number", [slot.pass_number for slot in slots]),
-            ("bucket plan", [slot.plan_digest for slot in slots]),
-        ):
-            if len(set(values)) > 1:
-                raise ReducerFailedError(
-                    f"rank {self.rank}: the ranks are not in the same pass: {what} {values} by rank; every rank must "
-                    f"run the same number of synchronised backwards (see join for uneven inputs)"
-                )
-
-    def _check_change(self, slots: Sequence[Slot]) -> None:
-        """Raise on all ranks if the set of trainable parameters has changed on some, or differently."""
-        if len({slot.change_digest for slot in slots}) == 1:
-            return
-        self._drop_gradients()
         mine = self._change if self._change is not None else list(zip(self.names, self.parameters, strict=True))
-        everyone = exchange_text(self.control_group, json.dumps(describe_parameters(mine)), torch.device("cpu"))
-        raise ContractError(
-            f"rank {self.rank}: the ranks no longer train the same parameters: {first_difference(everyone)}; freeze, "
-            f"unfreeze, replace or add parameters on all ranks alike, before the same step"
-        )
+        try:
+            check_abandoned(words.slots, self.rank, self.num_passes)
+            check_same_change(words.slots, mine, self.control_group)
+        except ContractError:
+            self._drop_gradients()
+            raise
+        check_same_pass(words.slots, self.rank)
 
     def _drop_gradients(self) -> None:
         for parameter in self.parameters:
@@ -612,17 +611,21 @@ class Reducer(ReducerSurface):
     def _take_change(self) -> None:
         """Adopt another set of trainable parameters, which is the same on all ranks (see ``_check_change``)."""
         assert self._change is not None
-        known = {id(p) for p in self.parameters}
-        claim(self, [p for _, p in self._change if id(p) not in known])
+        for parameter in self.parameters:
+            if id(parameter) in self._converted:
+                parameter.grad = self._converted[id(parameter)]
+        known = {id(p) for p in self.parameters if id(p) not in self._converted}
+        newcomers = [(name, p) for name, p in self._change if id(p) not in known]
+        claim(self, [p for _, p in newcomers])
         assert self.last_words is not None
-        reduce_newcomers(self, self._change, self.last_words)
+        reduce_newcomers(self, newcomers, self.last_words)
         self._install(self._change)
 
     def fail(self, error: BaseException) -> None:
         """Run no further collective; see [Note: Failure]."""
         if self.failure is None:
             self.failure = f"{type(error).__name__}: {error}"
-            self.on_failure()
+            self.groups.spoil()
 
     def reset_after_failure(self) -> None:
         """Forget a failure and everything learned; to be called on all ranks, on a group that still works."""
@@ -638,6 +641,7 @@ class Reducer(ReducerSurface):
         self.settle()
         self._touch_foreign_gradients()
         self._open_pass()
+        self._prepare_first_pass()
         self._launch_rest(RankState.TRAINING)
         self._finish()
         self.pass_done()
@@ -655,6 +659,7 @@ class Reducer(ReducerSurface):
         for parameter, _ in finished:
             parameter.grad = None
         self._open_pass()
+        self._prepare_first_pass()
         self._launch_rest(RankState.JOINED)
         self._finish(learns=True, joined=True)
         for parameter, grad in finished:
@@ -674,6 +679,7 @@ class Reducer(ReducerSurface):
         Its gradients are worth nothing; they are taken off the parameters now, before the user clears them.
         """
         if self.failure is None and self._is_open and not self._is_complete:
+            self._prepare_first_pass()
             self._launch_rest(RankState.ABANDONED)
             self._drop_gradients()
 
@@ -688,12 +694,11 @@ class Reducer(ReducerSurface):
             raise
         finally:
             self._close_pass()
-        others = [rank for rank, slot in enumerate(slots) if slot.state != RankState.ABANDONED]
-        if others:
-            raise ContractError(
-                f"rank {self.rank}: the backward of pass {self.num_passes - 1} raised an exception here but not on "
-                f"rank(s) {_numbers(others)}; its gradients were dropped on all ranks, and all of them raise"
-            )
+        check_abandoned(slots, self.rank, self.num_passes - 1)
+
+    def holding_gradients(self) -> list[str]:
+        """Return the names of the parameters that hold any gradient."""
+        return [name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is not None]
 
     def unsynchronized(self) -> list[str]:
         """Return the names of the parameters that hold gradients of this rank alone."""
@@ -709,25 +714,3 @@ def _phase(name: str) -> contextlib.AbstractContextManager[Any]:
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         return torch.profiler.record_function(name)
     return contextlib.nullcontext()
-
-
-def _gradient_hook(reducer: "weakref.ref[Reducer]", index: int) -> Callable[[torch.Tensor], None]:
-    def hook(_: torch.Tensor) -> None:
-        alive = reducer()
-        if alive is not None:
-            alive._on_gradient(index)
-
-    return hook
-
-
-def _carry_hook(reducer: "weakref.ref[Reducer]", index: int) -> Callable[[torch.Tensor], None]:
-    def hook(_: torch.Tensor) -> None:
-        alive = reducer()
-        if alive is not None:
-            alive.carry(index)
-
-    return hook
-
-
-def _numbers(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))

@@ -4,6 +4,7 @@ Frameworks (Accelerate, Lightning Fabric, the transformers Trainer) construct to
 names that they have imported long before. So the name stays, and constructing it makes another object.
 """
 
+import inspect
 from types import TracebackType
 from typing import Any
 
@@ -48,3 +49,7 @@ def _ours(cls: type, *args: Any, **kwargs: Any) -> Any:
 
 def _plain(cls: type, *_args: Any, **_kwargs: Any) -> Any:
     return object.__new__(cls)
+
+
+for _new in (_ours, _plain):  # what the class shows to those who look at its arguments
+    _new.__signature__ = inspect.signature(_TorchDDP.__init__)  # type: ignore[attr-defined]

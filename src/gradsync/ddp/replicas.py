@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from gradsync.comm.groups import Group, broadcast_tensors, exchange_number, exchange_text
@@ -109,6 +110,33 @@ def broadcast_state(group: Group, tensors: Sequence[torch.Tensor], source: int, 
     if rank != source:
         for mine, new in zip(local, received, strict=True):
             mine.copy_(new)
+
+
+def describe_values(named: dict[str, torch.Tensor]) -> Description:
+    """Return what must be equal on all ranks of tensors that are not dense: all of it."""
+    facts = []
+    for name, tensor in named.items():
+        dense = tensor.detach().to_dense()
+        facts.append(
+            [name, "sparse buffer", {"shape": str(tuple(tensor.shape)), "values' digest": str(_digest(dense))}]
+        )
+    return facts
+
+
+def have_equal_shapes(group: Group, named: dict[str, torch.Tensor]) -> bool:
+    """Whether tensors have the same names, shapes and dtypes on all ranks; collective.
+
+    Asked before tensors are sent that may have changed on one rank alone: a message of another size than expected
+    would be mixed up, or end the process.
+    """
+    facts = [(name, tuple(t.shape), str(t.dtype)) for name, t in named.items()]
+    digest = zlib.crc32(repr(facts).encode())
+    words = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+    group.allreduce([words], options).wait()
+    highest, negative_lowest = words.tolist()
+    return bool(highest == -negative_lowest)
 
 
 def shapes_of_rank(group: Group, buffers: dict[str, torch.Tensor], source: int) -> list[torch.Tensor]:

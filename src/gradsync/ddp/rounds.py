@@ -21,19 +21,17 @@ if TYPE_CHECKING:
 _NONE, _SPARSE, _DENSE = 0, 1, 2
 
 
-def reduce_newcomers(reducer: "Reducer", named: Sequence[tuple[str, nn.Parameter]], words: ControlWords) -> None:
-    """Reduce the gradients of the parameters that the plan of this pass did not know yet.
+def reduce_newcomers(reducer: "Reducer", newcomers: Sequence[tuple[str, nn.Parameter]], words: ControlWords) -> None:
+    """Reduce the gradients of the parameters that the plan of this pass did not know yet, or not in their present form.
 
     Raises:
         ContractError: on all ranks, if a new parameter does not have the same values everywhere.
     """
-    known = {id(p) for p in reducer.parameters}
-    newcomers = [(name, p) for name, p in named if id(p) not in known]
     if not newcomers:
         return
     verify(reducer.control_group, newcomers, reducer.rank, torch.device("cpu"))
     parameters = [p for _, p in newcomers]
-    has_grad = torch.tensor([float(p.grad is not None) for p in parameters])
+    has_grad = torch.tensor([float(p.grad is not None) for p in parameters], dtype=torch.float32, device="cpu")
     reducer.control_group.allreduce([has_grad]).wait()
     specs = [parameter_spec(name, local_tensor(p)) for name, p in newcomers]
     plan = make_plan(specs, range(len(specs)), reducer.settings.caps_bytes)
@@ -72,7 +70,7 @@ def reduce_sparse(reducer: "Reducer", words: ControlWords) -> None:
 def _exchange_kinds(group: Group, grad: torch.Tensor | None) -> tuple[list[int], list[int]]:
     kind = _NONE if grad is None else _SPARSE if grad.is_sparse else _DENSE
     length = grad._nnz() if grad is not None and grad.is_sparse else 0
-    own = torch.tensor([kind, length], dtype=torch.int64)
+    own = torch.tensor([kind, length], dtype=torch.int64, device="cpu")
     everyone = [torch.zeros_like(own) for _ in range(group.size())]
     group.allgather([everyone], [own]).wait()
     return [int(e[0]) for e in everyone], [int(e[1]) for e in everyone]

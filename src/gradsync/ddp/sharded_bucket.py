@@ -1,8 +1,9 @@
 """A bucket of which each rank keeps its slice: the gradients go into a sum over the ranks and don't come back whole.
 
-[Note: Slices] Between passes ``shard`` holds this rank's slice of the reduced gradients, and ``param.grad`` is a
+[Note: Slices] ``shard`` is this rank's slice of the reduced gradients, and between passes ``param.grad`` is a
 ``ShardedGradient`` that stands for them. Dropping that (``param.grad = None``) drops the gradient: what the next
-pass brings then takes its place instead of being added.
+pass brings then takes its place instead of being added. The memory stays: freeing what every pass needs again
+would cost page faults and leave holes between longer-lived memory.
 
 [Note: No copy] A large parameter has a bucket of its own, and its gradient is sent from where autograd put it.
 Only small ones are copied together, into a buffer that is kept.
@@ -31,21 +32,20 @@ class ShardedBucket(Bucket):
         parameters: Sequence[torch.Tensor],
         exchange: Exchange,
         rank: int,
-        world_size: int,
+        shard: torch.Tensor,
         allocate: Allocator,
     ) -> None:
         super().__init__(number, plan, specs, parameters, allocate=allocate)
         self.rank = rank
-        self.slice_numel = plan.numel // world_size
-        self.shard: torch.Tensor | None = None
+        self.shard = shard
         self.stand_ins = [ShardedGradient(p, self, position) for position, p in enumerate(self.parameters)]
         self.exchange = exchange
         self._placements = [
-            Placement(offset, spec.flat_numel, self.slice_numel)
+            Placement(offset, spec.flat_numel, shard.numel())
             for offset, spec in zip(plan.offsets, self._specs, strict=True)
         ]
         self._whole: torch.Tensor | None = None
-        self._incoming: torch.Tensor | None = None
+        self._incoming = shard
         self._factor = 1.0
         self._held: list[int] = []
 
@@ -61,7 +61,7 @@ class ShardedBucket(Bucket):
 
     def own_piece(self, position: int) -> torch.Tensor | None:
         """Return this rank's part of the gradient of one parameter, flat; None if it owns no element of it."""
-        if self.shard is None or not self._placements[position].owned_by(self.rank):
+        if not self._placements[position].owned_by(self.rank):
             return None
         return self.shard[self._placements[position].in_slice(self.rank)]
 
@@ -72,8 +72,6 @@ class ShardedBucket(Bucket):
 
     def hold(self, position: int, piece: torch.Tensor | None, local: torch.Tensor | None = None) -> None:
         """Take over a gradient that is reduced already; ``piece`` is what this rank owns of it."""
-        if self.shard is None:
-            self.shard = torch.zeros(self.slice_numel, dtype=self.plan.dtype, device=self.plan.device)
         mine = self.own_piece(position)
         if mine is not None and piece is not None:
             mine.copy_(piece)
@@ -97,22 +95,12 @@ class ShardedBucket(Bucket):
             if result is not None:
                 self.hold(position, self.cut(position, result))
 
-    def drop(self) -> None:
-        """Free the slice; the gradients are worth nothing any more."""
-        self.shard = None
-
     def retire(self) -> None:
         """Free all memory; another bucket takes over."""
-        self.shard = self._buffer = self._spare = None
+        self.shard = self.shard[:0].clone()
+        self._buffer = None
 
     # ------------------------------------------------------------- one pass
-
-    def start_pass(self, waiting: int) -> None:
-        """See ``Bucket``; also frees the slice if the user has dropped all gradients in it."""
-        super().start_pass(waiting)
-        self._incoming = None
-        if self.shard is not None and not any(type(p.grad) is ShardedGradient for p in self.parameters):
-            self.drop()
 
     @torch.no_grad()
     def collect(self, touched: bytearray, scale: float) -> None:
@@ -141,7 +129,8 @@ class ShardedBucket(Bucket):
     def launch(self) -> None:
         """Start to sum what was collected over the ranks."""
         assert self._whole is not None
-        self.work = _Arrival(self, self.exchange.reduce_scatter(self._whole, self.slice_numel, 2 * self.number))
+        self._incoming = torch.empty_like(self.shard) if self._held else self.shard
+        self.work = _Arrival(self, self.exchange.reduce_scatter(self._whole, self._incoming, 2 * self.number))
 
     @property
     def num_bytes_on_the_way(self) -> int:
@@ -149,38 +138,34 @@ class ShardedBucket(Bucket):
         return 0 if self._whole is None else self._whole.numel() * self._whole.element_size()
 
     @torch.no_grad()
-    def take(self, total: torch.Tensor) -> None:
-        """Take this rank's slice of the sum; what was collected is free now."""
+    def take(self) -> None:
+        """Take note that this rank's slice of the sum has arrived; what was collected is free now."""
         if self._factor != 1.0:
-            total.mul_(self._factor)
-        self._incoming = total
+            self._incoming.mul_(self._factor)
         self._whole = None
 
     def add_late(self, index: int, contribution: torch.Tensor) -> None:
         """See ``Bucket``."""
         position = self._position[index]
-        assert self._incoming is not None
         if self._placements[position].owned_by(self.rank):
             self._incoming[self._placements[position].in_slice(self.rank)].add_(self.cut(position, contribution))
 
     def multiply(self, factor: float) -> None:
         """See ``Bucket``."""
-        assert self._incoming is not None
         self._incoming.mul_(factor)
 
     @torch.no_grad()
     def write_back(self, is_used: Sequence[bool] | None) -> None:
         """Let each used parameter's ``grad`` stand for the slices; put back what the others had."""
-        assert self._incoming is not None
-        before, self.shard, self._incoming = self.shard, self._incoming, None
-        for position in self._held:
-            owned = self._placements[position].owned_by(self.rank)
-            if owned and before is not None:
+        if self._incoming is not self.shard:
+            for position in self._held:
                 where = self._placements[position].in_slice(self.rank)
                 if is_used is None or is_used[position]:
-                    self.shard[where].add_(before[where])
+                    self._incoming[where].add_(self.shard[where])
                 else:
-                    self.shard[where].copy_(before[where])
+                    self._incoming[where].copy_(self.shard[where])
+            self.shard.copy_(self._incoming)
+            self._incoming = self.shard
         for position, parameter in enumerate(self.parameters):
             if is_used is None or is_used[position]:
                 self.stand_ins[position].local = None
@@ -238,4 +223,5 @@ class _Arrival:
     def wait(self, _timeout: Any = None) -> None:
         if self._pending is not None:
             pending, self._pending = self._pending, None
-            self._bucket.take(pending.wait())
+            pending.wait()
+            self._bucket.take()

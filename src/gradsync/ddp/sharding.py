@@ -41,7 +41,7 @@ from gradsync.errors import ConfigError, ContractError
 if TYPE_CHECKING:
     from gradsync.ddp.reducer import Reducer
 
-_MAX_BYTES_ON_THE_WAY = 64 * 2**20
+_MAX_BYTES_ON_THE_WAY = 32 * 2**20
 _GRADIENT = "gradient"
 
 
@@ -174,9 +174,13 @@ class Sharding:
         for bucket in self._buckets:
             bucket.retire()
         self._homes, self._flats, self._buckets, self.pieces = [], [], [], []
+        shards = self._allocate_shards(plan)
         for number, bucket_plan in enumerate(plan.buckets):
             members = [parameters[i] for i in bucket_plan.indices]
             flat = self.reducer.settings.allocate(bucket_plan.numel, bucket_plan.dtype, bucket_plan.device)
+            slice_numel = bucket_plan.numel // self.world_size
+            shard = shards[bucket_plan.dtype, bucket_plan.device]
+            shards[bucket_plan.dtype, bucket_plan.device] = shard[slice_numel:]
             for index, offset, parameter in zip(bucket_plan.indices, bucket_plan.offsets, members, strict=True):
                 view = view_at(flat, offset, plan.specs[index])
                 view.copy_(parameter)
@@ -191,10 +195,18 @@ class Sharding:
                     members,
                     self._exchanges[bucket_plan.device],
                     self.rank,
-                    self.world_size,
+                    shard[:slice_numel],
                     self.reducer.settings.allocate,
                 )
             )
+
+    def _allocate_shards(self, plan: Plan) -> dict[tuple[torch.dtype, torch.device], torch.Tensor]:
+        """Return memory for this rank's slices of all gradients, in one piece for each dtype and device."""
+        numels: dict[tuple[torch.dtype, torch.device], int] = {}
+        for bucket in plan.buckets:
+            key = (bucket.dtype, bucket.device)
+            numels[key] = numels.get(key, 0) + bucket.numel // self.world_size
+        return {(dtype, device): torch.zeros(n, dtype=dtype, device=device) for (dtype, device), n in numels.items()}
 
     def _lay_out(self, placed: Mapping[str, Placement]) -> None:
         """Cut every parameter of the optimizer, also frozen ones, which are in no bucket (of a lone rank none is)."""
@@ -269,11 +281,6 @@ class Sharding:
         self._on_the_way = [bucket for bucket in self._on_the_way if bucket.num_bytes_on_the_way]
         return sum(bucket.num_bytes_on_the_way for bucket in self._on_the_way)
 
-    def drop_gradients(self) -> None:
-        """Free all slices of gradients."""
-        for bucket in self._buckets:
-            bucket.drop()
-
     # ------------------------------------------------------------- a step
 
     @torch.no_grad()
@@ -302,7 +309,7 @@ class Sharding:
                 work
                 for bucket, flat in zip(self._buckets, self._flats, strict=True)
                 if flat.numel()
-                for work in bucket.exchange.all_gather(flat, bucket.slice_numel, 2 * bucket.number + 1)
+                for work in bucket.exchange.all_gather(flat, bucket.shard.numel(), 2 * bucket.number + 1)
             ]
             for work in works:
                 work.wait()

@@ -1,9 +1,11 @@
 """What the wrapped module holds right now: its trainable parameters and its buffers.
 
-The user may freeze, unfreeze, replace or add parameters after wrapping, and may reassign buffers. A
-look at every module's dictionaries on each pass finds that out without a hook in the user's module.
+The user may freeze, unfreeze, replace, convert or add parameters after wrapping, may reassign buffers, and may put
+another module into the wrapper. A look at every module's dictionaries on each pass finds that out without a hook in
+the user's module.
 """
 
+import weakref
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -13,31 +15,38 @@ from torch import nn
 class ModuleWatch:
     """Remembers the module's structure, and tells when it is no longer the same.
 
-    ``ignored`` are names of parameters and buffers that stay local.
+    Looks at the whole wrapper; names are those of the bare module inside. ``ignored`` are names of parameters and
+    buffers that stay local.
     """
 
-    def __init__(self, module: nn.Module, ignored: Iterable[str] = ()) -> None:
-        self.module = module
+    def __init__(self, wrapper: nn.Module, ignored: Iterable[str] = ()) -> None:
+        self._wrapper = weakref.ref(wrapper)
         self.ignored = frozenset(ignored)
         self.accept()
 
     def accept(self) -> None:
         """Take today's structure as the one to compare with."""
-        modules = dict(self.module.named_modules())
-        self._children = [m._modules for m in modules.values()]
-        self._parameters = [m._parameters for m in modules.values()]
-        self._buffers = [(prefix, m._buffers) for prefix, m in modules.items()]
+        modules = self._named_modules()
+        self._children = [m._modules for _, m in modules]
+        self._parameters = [m._parameters for _, m in modules]
+        self._buffers = [(prefix, m._buffers) for prefix, m in modules]
         self._child_ids = self._ids(self._children)
         self._parameter_ids = self._ids(self._parameters)
         self._watched = [p for d in self._parameters for p in d.values() if p is not None]
         self._is_trainable = [p.requires_grad for p in self._watched]
+        self._dtypes = [p.dtype for p in self._watched]
+        self._sizes = _sizes(self._watched)
 
     def has_changed(self) -> bool:
-        """Whether parameters came, went, or changed ``requires_grad`` since the last ``accept``."""
+        """Whether parameters came, went, or changed in ``requires_grad``, dtype or size since the last ``accept``."""
+        if self._wrapper() is None:
+            return False  # a backward that outlives its wrapper
         return (
             self._ids(self._parameters) != self._parameter_ids
             or self._ids(self._children) != self._child_ids
             or [p.requires_grad for p in self._watched] != self._is_trainable
+            or [p.dtype for p in self._watched] != self._dtypes
+            or _sizes(self._watched) != self._sizes
         )
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
@@ -47,22 +56,22 @@ class ModuleWatch:
     def all_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return trainable and frozen parameters, except the ignored ones."""
         return [
-            (name, p)
-            for name, p in self.module.named_parameters()
-            if name not in self.ignored and not getattr(p, "_ddp_ignored", False)
+            (bare_name(name), p)
+            for name, p in self._root().named_parameters()
+            if bare_name(name) not in self.ignored and not getattr(p, "_ddp_ignored", False)
         ]
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Return the buffers, each once, except the ignored ones."""
+        """Return the dense buffers, each once, except the ignored ones."""
         if self._ids(self._children) != self._child_ids:
-            named = self.module.named_buffers()
-            return {name: b for name, b in named if name not in self.ignored}
+            named = self._root().named_buffers()
+            return {bare_name(n): b for n, b in named if _is_dense(b) and bare_name(n) not in self.ignored}
         found: dict[str, torch.Tensor] = {}
         seen: set[int] = set()
         for prefix, buffers in self._buffers:
             for name, buffer in buffers.items():
                 full = f"{prefix}.{name}" if prefix else name
-                if buffer is None or id(buffer) in seen or full in self.ignored:
+                if buffer is None or id(buffer) in seen or full in self.ignored or not _is_dense(buffer):
                     continue
                 seen.add(id(buffer))
                 found[full] = buffer
@@ -70,7 +79,7 @@ class ModuleWatch:
 
     def replace_buffer(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """Put ``new`` wherever the module holds the buffer ``old``."""
-        for m in self.module.modules():
+        for m in self._root().modules():
             for name, value in m._buffers.items():
                 if value is old:
                     m._buffers[name] = new
@@ -79,10 +88,39 @@ class ModuleWatch:
         """Return the names of the parameters whose module says that their gradients are sparse."""
         return {
             f"{prefix}.weight" if prefix else "weight"
-            for prefix, m in self.module.named_modules()
+            for prefix, m in self._named_modules()
             if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse
         }
+
+    def sparse_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers that are no dense tensors; they are compared at construction, and never sent."""
+        named = self._root().named_buffers()
+        return {bare_name(n): b for n, b in named if not _is_dense(b) and bare_name(n) not in self.ignored}
+
+    def _root(self) -> nn.Module:
+        wrapper = self._wrapper()
+        assert wrapper is not None, "the wrapper is gone"
+        return wrapper
+
+    def _named_modules(self) -> list[tuple[str, nn.Module]]:
+        return [(bare_name(name), m) for name, m in self._root().named_modules()]
 
     @staticmethod
     def _ids(dictionaries: Iterable[Mapping[str, object]]) -> list[int]:
         return [id(value) for d in dictionaries for value in d.values()]
+
+
+def bare_name(name: str) -> str:
+    """Return the name inside the bare module of something inside the wrapper."""
+    return "" if name == "module" else name.removeprefix("module.")
+
+
+def _sizes(parameters: list[nn.Parameter]) -> list[int]:
+    try:
+        return list(map(torch.Tensor.numel, parameters))
+    except (RuntimeError, ValueError):  # a lazy parameter has no size yet
+        return [-1 if nn.parameter.is_lazy(p) else p.numel() for p in parameters]
+
+
+def _is_dense(buffer: torch.Tensor) -> bool:
+    return buffer.layout == torch.strided
