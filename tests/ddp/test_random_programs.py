@@ -47,11 +47,11 @@ def _steps(
     has_penalty = stem == "floats" and ending != "twice" and draw(st.integers(0, 5)) == 0
     forwards = _forwards(num_blocks, stem == "floats", has_penalty)
     has_branches, is_uneven = draw(st.booleans()), draw(st.booleans())
-    # Buffers are sent in a window's first forward if that does not synchronise, and in all that do: so there must be
-    # one on every rank, and as many synchronising ones.
-    fewest = 1 if has_buffers and ending == "on demand" else 0
-    num_unsynced = draw(st.integers(fewest, 2))
     num_last = 1 if ending == "twice" else draw(st.integers(1, 2))
+    # Buffers are sent by a window's first forward if that does not synchronise, and else by all that do. So that every
+    # rank sends as often, all have one that doesn't where the window has several forwards or no backward at its end.
+    fewest = 1 if has_buffers and (ending == "on demand" or num_last > 1) else 0
+    num_unsynced = draw(st.integers(fewest, 2))
     shared = Window(tuple(draw(forwards) for _ in range(num_unsynced)), tuple(draw(forwards) for _ in range(num_last)))
     windows = []
     for _ in range(world):
