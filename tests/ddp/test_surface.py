@@ -415,6 +415,42 @@ def test_a_buffer_hook_under_join(ranks: RankPool) -> None:
     assert ranks(_buffer_hook_in_join) == [10.0, 10.0]
 
 
+# ----------------------------------------------------------------- uneven inputs, twice; evaluation on one rank
+
+
+def _joined_twice(rank: int, world: int, by_initial_size: bool) -> list[float]:
+    """What a rank without batches was shown in the first context does not count in the second one."""
+    ddp = DistributedDataParallel(bare_linear())
+    found = []
+    for _ in range(2):
+        with ddp.join(divide_by_initial_world_size=by_initial_size):
+            for _ in range(1 + rank):
+                ddp(ones_row(rank)).sum().backward()
+                found.append(ddp.module.weight.grad[0, 0].item())
+                ddp.zero_grad()
+    assert ddp.module.weight.grad is None
+    return found
+
+
+def test_join_twice(ranks: RankPool) -> None:
+    assert ranks(_joined_twice, True) == [[1.5, 1.5], [1.5, 1.0, 1.5, 1.0]]
+    assert ranks(_joined_twice, False) == [[1.5, 1.5], [1.5, 2.0, 1.5, 2.0]]
+
+
+def _evaluates_without_running_statistics(rank: int, world: int) -> None:
+    layer = nn.SyncBatchNorm(2, track_running_stats=False)
+    plain_layer = nn.BatchNorm1d(2, track_running_stats=False)
+    ddp = DistributedDataParallel(layer).eval()
+    if rank == 0:
+        x = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
+        torch.testing.assert_close(ddp(x), plain_layer.eval()(x))
+    dist.barrier()
+
+
+def test_evaluation_on_one_rank_waits_for_nobody(ranks: RankPool) -> None:
+    ranks(_evaluates_without_running_statistics)
+
+
 # ----------------------------------------------------------------- hooks taken off, failures
 
 

@@ -44,6 +44,7 @@ class DDPJoinHook(JoinHook):
     def __init__(self, ddp: "DistributedDataParallel", divide_by_initial_world_size: bool) -> None:
         ddp.reducer.divides_by_active_ranks = not divide_by_initial_world_size
         self._ddp = ddp
+        self._grads_before: list[tuple[torch.Tensor, torch.Tensor | None]] | None = None
 
     def main_hook(self) -> None:
         """Shadow one iteration of the training ranks."""
@@ -51,7 +52,13 @@ class DDPJoinHook(JoinHook):
         if coming.sends_buffers:
             self._ddp._synchronize_buffers(coming.source)
         if coming.synchronizes:
+            if self._grads_before is None:
+                self._grads_before = self._finished_gradients()
             self._ddp.reducer.shadow_pass()
+
+    def _finished_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        reducer = self._ddp.reducer
+        return [(p, p.grad) for p, touched in zip(reducer.parameters, reducer.touched, strict=True) if not touched]
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Give all ranks the parameters and buffers of one that trained to the end."""
@@ -60,6 +67,10 @@ class DDPJoinHook(JoinHook):
         ddp._authoritative_rank = coming.source
         broadcast_state(ddp._state_group, ddp._synchronized_state(), coming.source, ddp.reducer.rank)
         ddp.reducer.divides_by_active_ranks = False
+        if ddp.reducer.sharding is None:
+            # results of the others' passes were there for other joinables; a later pass must not count them again
+            for parameter, grad in self._grads_before or ():
+                parameter.grad = grad
         ddp._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
 
 

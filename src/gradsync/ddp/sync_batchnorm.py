@@ -17,12 +17,12 @@ class CPUSyncBatchNorm(nn.SyncBatchNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise ``input`` (N, C, ...) by the statistics of all ranks; in evaluation by the running ones."""
         group = self.process_group or dist.group.WORLD
-        uses_batch = self.training or self.running_mean is None
-        if input.device.type != "cpu" or not uses_batch or group is None or group.size() == 1:
+        # like torch's, it never waits for the other ranks in evaluation, even without running statistics
+        if input.device.type != "cpu" or not self.training or group is None or group.size() == 1:
             return self._local_forward(input)
         self._check_input_dim(input)
         output, mean, variance, count = _Normalize.apply(input, self.weight, self.bias, self.eps, group)  # type: ignore[no-untyped-call]
-        if self.training and self.track_running_stats:
+        if self.track_running_stats:
             self._update_running_statistics(mean, variance, float(count))
         result: torch.Tensor = output
         return result
