@@ -136,17 +136,13 @@ class MultiHostGroup(PythonGroup):
         opts = dist.GatherOptions()
         opts.rootRank = root
         lists = [outputs] if outputs else []
-        return self._through_gloo(
-            "gather", lambda: self._everybody.gather(lists, [tensor], opts), opts, timeout_s
-        )
+        return self._through_gloo("gather", lambda: self._everybody.gather(lists, [tensor], opts), opts, timeout_s)
 
     def _make_scatter(self, output: Tensor, tensors: list[Tensor], root: int, timeout_s: float) -> Make:
         opts = dist.ScatterOptions()
         opts.rootRank = root
         lists = [tensors] if tensors else []
-        return self._through_gloo(
-            "scatter", lambda: self._everybody.scatter([output], lists, opts), opts, timeout_s
-        )
+        return self._through_gloo("scatter", lambda: self._everybody.scatter([output], lists, opts), opts, timeout_s)
 
     def _make_all_to_all(self, outputs: list[Tensor], tensors: list[Tensor], timeout_s: float) -> Make:
         opts = dist.AllToAllOptions()
@@ -176,9 +172,7 @@ class MultiHostGroup(PythonGroup):
             opts = _timed(dist.AllreduceOptions(), timeout)
             opts.reduceOp = op
             # gloo knows no complex numbers; only sums of them come here
-            self._leaders.allreduce(
-                [torch.view_as_real(tensor) if tensor.is_complex() else tensor], opts
-            ).wait()
+            self._leaders.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], opts).wait()
         self.local.broadcast([tensor], root=0, timeout=_after_leaders(timeout)).wait()
 
     def _broadcast(self, data: Tensor, root: int, timeout: timedelta) -> None:
@@ -238,9 +232,7 @@ class MultiHostGroup(PythonGroup):
 class _Composed:
     """An operation that consists of operations of other groups."""
 
-    def __init__(
-        self, group: MultiHostGroup, name: str, run: Callable[[timedelta], None], timeout_s: float
-    ) -> None:
+    def __init__(self, group: MultiHostGroup, name: str, run: Callable[[timedelta], None], timeout_s: float) -> None:
         self.name = name
         self._group = group
         self._run = run
