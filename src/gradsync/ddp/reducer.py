@@ -583,6 +583,8 @@ class Reducer(ReducerSurface):
         """Return what the sum over ranks is still to be multiplied by."""
         if self.settings.reduction is Reduction.WEIGHTED:
             total = words.total_weight
+            if not any(words.used):
+                return 1.0  # nothing was contributed, so nothing is to be divided
             if not total > 0:
                 raise ContractError(
                     f"rank {self.rank}: reduction='weighted' needs a gradient weight, but the ranks' weights add up "
