@@ -31,7 +31,10 @@ def work_in_any_order(rank: int, world: int) -> None:
     generator = torch.Generator().manual_seed(7)
     with shm_group() as group:
         for waiting in ("forwards", "backwards", "last only"):
-            sizes = [int(size) for size in torch.tensor([3, 500, LARGE])[torch.randint(3, (40,), generator=generator)]]
+            sizes = [
+                int(size)
+                for size in torch.tensor([3, 500, LARGE])[torch.randint(3, (16,), generator=generator)]
+            ]
             tensors = [numbers(rank, size, torch.float32, salt) for salt, size in enumerate(sizes)]
             works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
             if waiting == "last only":
@@ -143,7 +146,9 @@ def from_threads(rank: int, world: int) -> None:
             except BaseException as error:
                 errors.append(error)
 
-        threads = [threading.Thread(target=run, args=arguments) for arguments in ((first, 3), (second, LARGE))]
+        threads = [
+            threading.Thread(target=run, args=arguments) for arguments in ((first, 3), (second, LARGE))
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -275,3 +280,20 @@ def future_of_a_message(rank: int, world: int) -> None:
 
 def test_a_received_message_has_a_future(ranks: RankPool) -> None:
     ranks(future_of_a_message)
+
+
+def coalesced(rank: int, world: int) -> None:
+    with shm_group() as group:
+        for device in (None, torch.device("cpu")):
+            for is_async in (False, True):
+                tensors = [torch.full((size,), rank + 1.0) for size in (3, LARGE, 5)]
+                with dist._coalescing_manager(group, device, is_async) as manager:
+                    for tensor in tensors:
+                        dist.all_reduce(tensor, group=group, async_op=is_async and device is not None)
+                if is_async:
+                    manager.wait()
+                assert all(tensor.eq(world * (world + 1) / 2).all() for tensor in tensors)
+
+
+def test_coalesced_operations(ranks: RankPool) -> None:
+    ranks(coalesced)

@@ -1,10 +1,13 @@
 """What the shm backend does when something goes wrong: deaths, time-outs, and ranks that do not agree."""
 
+import contextlib
 import gc
 import multiprocessing
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -352,3 +355,39 @@ def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
     store.set("shm/card/0", '{"address": "00", "secret": "00"}')  # of a process that is gone
     with pytest.raises(BackendError, match="rank 0, 2"):
         ShmGroup(store, 1, range(3), timedelta(seconds=0.3))
+
+
+def leave_without_a_word(path: str, rank: int) -> None:
+    store = dist.FileStore(path, 2)  # type: ignore[attr-defined]
+    group = ShmGroup(store, rank, range(2), timedelta(seconds=GROUP_TIMEOUT_S))
+    group.barrier().wait()
+    with contextlib.suppress(BackendError):  # rank 1 may have left already
+        if rank == 0:
+            group.allreduce([torch.ones(LARGE)])
+            group.recv([torch.ones(LARGE)], 1, 0)
+
+
+LEAVE_WITHOUT_A_WORD = """
+import sys
+sys.path[:] = {path}
+import test_shm_failures
+test_shm_failures.leave_without_a_word({store!r}, {rank})
+"""
+
+
+def test_a_process_ends_in_peace_with_operations_open(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    children = [
+        context.Process(target=leave_without_a_word, args=(str(tmp_path / "one"), rank)) for rank in (0, 1)
+    ]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(PATIENCE_S)
+        assert child.exitcode == 0
+
+    programs = [
+        LEAVE_WITHOUT_A_WORD.format(path=sys.path, store=str(tmp_path / "two"), rank=rank) for rank in (0, 1)
+    ]
+    started = [subprocess.Popen([sys.executable, "-c", program]) for program in programs]
+    assert [each.wait(2 * PATIENCE_S) for each in started] == [0, 0]

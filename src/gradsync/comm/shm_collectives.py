@@ -22,7 +22,9 @@ from gradsync.comm.combine import Bytes, Kernel, reduce_parts
 from gradsync.comm.wire import Kind
 from gradsync.errors import BackendError
 
-STAGE_BYTES = 8 * 1024 * 1024  # all staged pieces of an operation, two of each publication
+STAGE_BYTES = 8 * 1024 * 1024  # for all staged pieces of an operation
+_PIECES_AHEAD = 4  # of each publication
+_LEAST_PIECE_BYTES = 128 * 1024
 _ALIGNMENT = 64  # pieces start at cache lines
 
 
@@ -68,7 +70,9 @@ class Reduced:
 class EagerExchange(Collective):
     """Sends everything at once, inside the packets."""
 
-    def __init__(self, channel: Channel, label: Label, sequence: int, timeout_s: float, exchange: Exchange) -> None:
+    def __init__(
+        self, channel: Channel, label: Label, sequence: int, timeout_s: float, exchange: Exchange
+    ) -> None:
         super().__init__(channel, label, sequence, timeout_s)
         self._exchange = exchange
         self._to_send = [
@@ -107,30 +111,36 @@ class EagerExchange(Collective):
 
 
 class _Outflow:
-    """A publication on its way: piece by piece, two at a time, each piece free once all readers have taken "
-    "it."""
+    """A publication on its way: piece by piece, each free again once all readers have taken it."""
 
-    def __init__(self, operation: "StreamExchange", publication: Publication, stage: int, piece_bytes: int) -> None:
+    def __init__(
+        self, operation: "StreamExchange", publication: Publication, stage: int, room_bytes: int
+    ) -> None:
         self._operation = operation
         self._publication = publication
         self._segment = operation.channel.segment
         self._place = operation.channel.offset_of(publication.data)
         self._stage = stage
-        self._piece_bytes = piece_bytes
+        # Readers copy one piece out while the next is copied in, so a small tensor is cut into some pieces too.
+        wanted = max(publication.data.size // _PIECES_AHEAD, _LEAST_PIECE_BYTES)
+        self._piece_bytes = min(wanted, room_bytes // _PIECES_AHEAD) // _ALIGNMENT * _ALIGNMENT
         self._sent = 0
         self._num_pieces = 0
-        self._untaken: deque[set[int]] = deque()  # of each piece that is out: the readers that have not taken it
+        # Of each piece that is out: the readers that have not taken it.
+        self._untaken: deque[set[int]] = deque()
 
     def advance(self) -> None:
         """Announce what can be announced now."""
         data = self._publication.data
-        while self._sent < data.size and len(self._untaken) < 2:
+        while self._sent < data.size and len(self._untaken) < _PIECES_AHEAD:
             if self._place is not None:
                 offset, length = self._place, data.size
             else:
                 length = min(self._piece_bytes, data.size - self._sent)
-                offset = self._stage + self._num_pieces % 2 * self._piece_bytes
-                np.copyto(self._segment.bytes[offset : offset + length], data[self._sent : self._sent + length])
+                offset = self._stage + self._num_pieces % _PIECES_AHEAD * self._piece_bytes
+                np.copyto(
+                    self._segment.bytes[offset : offset + length], data[self._sent : self._sent + length]
+                )
             header = self._operation.header(Kind.PIECE, offset, length)
             for peer in self._publication.readers:
                 self._operation.wire.send(peer, header, b"", self._operation.deadline)
@@ -183,7 +193,9 @@ class _Inflow:
 class StreamExchange(Collective):
     """Announces pieces of the segment, and uses those that peers announce."""
 
-    def __init__(self, channel: Channel, label: Label, sequence: int, timeout_s: float, exchange: Exchange) -> None:
+    def __init__(
+        self, channel: Channel, label: Label, sequence: int, timeout_s: float, exchange: Exchange
+    ) -> None:
         super().__init__(channel, label, sequence, timeout_s)
         self._exchange = exchange
         self._position = 0  # bytes that are reduced
@@ -214,9 +226,9 @@ class StreamExchange(Collective):
         if not publications:
             return []
         stage = self.channel.stage("stream", STAGE_BYTES)
-        piece_bytes = STAGE_BYTES // (2 * len(publications)) // _ALIGNMENT * _ALIGNMENT
+        room = STAGE_BYTES // len(publications)
         return [
-            _Outflow(self, publication, stage + 2 * index * piece_bytes, piece_bytes)
+            _Outflow(self, publication, stage + index * room, room)
             for index, publication in enumerate(publications)
         ]
 

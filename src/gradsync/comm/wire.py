@@ -294,6 +294,7 @@ def close_all_in_child() -> None:
     hide the death of the parent from its peers.
     """
     for wire in list(_open_wires):
+        wire._is_closed = True
         wire._close_descriptors()
 
 
