@@ -2,8 +2,8 @@
 
 [Note: Slices] ``shard`` is this rank's slice of the reduced gradients, and between passes ``param.grad`` is a
 ``ShardedGradient`` that stands for them. Dropping that (``param.grad = None``) drops the gradient: what the next
-pass brings then takes its place instead of being added. The memory stays: freeing what every pass needs again
-would cost page faults and leave holes between longer-lived memory.
+pass brings then takes its place instead of being added. The memory of a slice is freed with the gradients, so that
+the activations of the next forward can use it.
 
 [Note: No copy] A large parameter has a bucket of its own, and its gradient is sent from where autograd put it.
 Only small ones are copied together, into a buffer that is kept.
@@ -32,20 +32,21 @@ class ShardedBucket(Bucket):
         parameters: Sequence[torch.Tensor],
         exchange: Exchange,
         rank: int,
-        shard: torch.Tensor,
+        world_size: int,
         allocate: Allocator,
     ) -> None:
         super().__init__(number, plan, specs, parameters, allocate=allocate)
         self.rank = rank
-        self.shard = shard
+        self.slice_numel = plan.numel // world_size
+        self.shard: torch.Tensor | None = None
         self.stand_ins = [ShardedGradient(p, self, position) for position, p in enumerate(self.parameters)]
         self.exchange = exchange
         self._placements = [
-            Placement(offset, spec.flat_numel, shard.numel())
+            Placement(offset, spec.flat_numel, self.slice_numel)
             for offset, spec in zip(plan.offsets, self._specs, strict=True)
         ]
         self._whole: torch.Tensor | None = None
-        self._incoming = shard
+        self._incoming: torch.Tensor | None = None
         self._factor = 1.0
         self._held: list[int] = []
 
@@ -61,7 +62,7 @@ class ShardedBucket(Bucket):
 
     def own_piece(self, position: int) -> torch.Tensor | None:
         """Return this rank's part of the gradient of one parameter, flat; None if it owns no element of it."""
-        if not self._placements[position].owned_by(self.rank):
+        if self.shard is None or not self._placements[position].owned_by(self.rank):
             return None
         return self.shard[self._placements[position].in_slice(self.rank)]
 
@@ -72,6 +73,8 @@ class ShardedBucket(Bucket):
 
     def hold(self, position: int, piece: torch.Tensor | None, local: torch.Tensor | None = None) -> None:
         """Take over a gradient that is reduced already; ``piece`` is what this rank owns of it."""
+        if self.shard is None:
+            self.shard = self._empty_slice().zero_()
         mine = self.own_piece(position)
         if mine is not None and piece is not None:
             mine.copy_(piece)
@@ -95,12 +98,25 @@ class ShardedBucket(Bucket):
             if result is not None:
                 self.hold(position, self.cut(position, result))
 
+    def drop(self) -> None:
+        """Free the slice: its gradients are worth nothing any more."""
+        self.shard = self._incoming = None
+
     def retire(self) -> None:
-        """Free all memory; another bucket takes over."""
-        self.shard = self.shard[:0].clone()
+        """Free all memory now, not when the stand-ins, which know the bucket, are collected; another takes over."""
+        self.drop()
         self._buffer = None
 
+    def _empty_slice(self) -> torch.Tensor:
+        return torch.empty(self.slice_numel, dtype=self.plan.dtype, device=self.plan.device)
+
     # ------------------------------------------------------------- one pass
+
+    def start_pass(self, waiting: int) -> None:
+        """See ``Bucket``; also frees the slice if the user has dropped all gradients in it."""
+        super().start_pass(waiting)
+        if not any(type(p.grad) is ShardedGradient for p in self.parameters):
+            self.drop()
 
     @torch.no_grad()
     def collect(self, touched: bytearray, scale: float) -> None:
@@ -129,7 +145,7 @@ class ShardedBucket(Bucket):
     def launch(self) -> None:
         """Start to sum what was collected over the ranks."""
         assert self._whole is not None
-        self._incoming = torch.empty_like(self.shard) if self._held else self.shard
+        self._incoming = self._empty_slice()
         self.work = _Arrival(self, self.exchange.reduce_scatter(self._whole, self._incoming, 2 * self.number))
 
     @property
@@ -140,6 +156,7 @@ class ShardedBucket(Bucket):
     @torch.no_grad()
     def take(self) -> None:
         """Take note that this rank's slice of the sum has arrived; what was collected is free now."""
+        assert self._incoming is not None
         if self._factor != 1.0:
             self._incoming.mul_(self._factor)
         self._whole = None
@@ -147,25 +164,27 @@ class ShardedBucket(Bucket):
     def add_late(self, index: int, contribution: torch.Tensor) -> None:
         """See ``Bucket``."""
         position = self._position[index]
+        assert self._incoming is not None
         if self._placements[position].owned_by(self.rank):
             self._incoming[self._placements[position].in_slice(self.rank)].add_(self.cut(position, contribution))
 
     def multiply(self, factor: float) -> None:
         """See ``Bucket``."""
+        assert self._incoming is not None
         self._incoming.mul_(factor)
 
     @torch.no_grad()
     def write_back(self, is_used: Sequence[bool] | None) -> None:
         """Let each used parameter's ``grad`` stand for the slices; put back what the others had."""
-        if self._incoming is not self.shard:
+        assert self._incoming is not None
+        before, self.shard, self._incoming = self.shard, self._incoming, None
+        if before is not None:
             for position in self._held:
                 where = self._placements[position].in_slice(self.rank)
                 if is_used is None or is_used[position]:
-                    self._incoming[where].add_(self.shard[where])
+                    self.shard[where].add_(before[where])
                 else:
-                    self._incoming[where].copy_(self.shard[where])
-            self.shard.copy_(self._incoming)
-            self._incoming = self.shard
+                    self.shard[where].copy_(before[where])
         for position, parameter in enumerate(self.parameters):
             if is_used is None or is_used[position]:
                 self.stand_ins[position].local = None

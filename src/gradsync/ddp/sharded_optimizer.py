@@ -110,6 +110,8 @@ class ZeroRedundancyOptimizer(Optimizer, Tenant):
                     parameter.grad = None
                 elif parameter.grad is not None:
                     parameter.grad.detach_().zero_() if parameter.grad.grad_fn else parameter.grad.zero_()
+        if set_to_none and self._sharding is not None:
+            self._sharding.drop_gradients()
 
     @torch.no_grad()
     def clip_grad_norm_(

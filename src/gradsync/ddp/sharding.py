@@ -21,9 +21,9 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
-from gradsync.ddp.bucket import Bucket, view_at
+from gradsync.ddp.bucket import Bucket, allocate_zeros, view_at
 from gradsync.ddp.exchange import choose_exchange
-from gradsync.ddp.plan import ParameterSpec, Plan, Slicing, parameter_spec
+from gradsync.ddp.plan import BucketPlan, ParameterSpec, Plan, Slicing, parameter_spec
 from gradsync.ddp.shard_layout import (
     Placement,
     as_pieces_dtype,
@@ -152,10 +152,9 @@ class Sharding:
 
     def make_buckets(self, plan: Plan) -> list[Bucket]:
         """Lay everything out anew by this plan, and return its buckets; collective."""
-        parameters = self.reducer.parameters
         before = self.layout
         state, gradients = self.tenant.lift_state(), self._lift_gradients()
-        self._move(plan, parameters)
+        self._move(plan)
         placed: dict[str, Placement] = {}
         for bucket_plan in plan.buckets:
             placed.update(placements_in(bucket_plan, plan.specs, self.world_size))
@@ -165,48 +164,53 @@ class Sharding:
         return list(self._buckets)
 
     @torch.no_grad()
-    def _move(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
-        """Make the parameters views of flat buffers; those that have left the plan get memory of their own again."""
-        staying = {id(parameters[i]) for bucket in plan.buckets for i in bucket.indices}
-        for parameter, _ in self._homes:
-            if id(parameter) not in staying:
-                parameter.data = parameter.data.clone()
-        for bucket in self._buckets:
-            bucket.retire()
-        self._homes, self._flats, self._buckets, self.pieces = [], [], [], []
-        shards = self._allocate_shards(plan)
+    def _move(self, plan: Plan) -> None:
+        """Make the buckets; those that are as before keep their memory, so that nothing has to be moved."""
+        parameters = self.reducer.parameters
+        flats_before = {_members(bucket): flat for bucket, flat in zip(self._buckets, self._flats, strict=True)}
+        buckets_before, homes_before = self._buckets, self._homes
+        self._buckets, self._flats, self._homes, self.pieces = [], [], [], []
         for number, bucket_plan in enumerate(plan.buckets):
             members = [parameters[i] for i in bucket_plan.indices]
-            flat = self.reducer.settings.allocate(bucket_plan.numel, bucket_plan.dtype, bucket_plan.device)
-            slice_numel = bucket_plan.numel // self.world_size
-            shard = shards[bucket_plan.dtype, bucket_plan.device]
-            shards[bucket_plan.dtype, bucket_plan.device] = shard[slice_numel:]
-            for index, offset, parameter in zip(bucket_plan.indices, bucket_plan.offsets, members, strict=True):
-                view = view_at(flat, offset, plan.specs[index])
-                view.copy_(parameter)
-                parameter.data = view
-                self._homes.append((parameter, view))
+            flat = flats_before.get(tuple(map(id, members)))
+            if flat is None or flat.dtype != bucket_plan.dtype:
+                flat = self._flat_for(bucket_plan, plan.specs, members)
             self._flats.append(flat)
-            self._buckets.append(
-                ShardedBucket(
-                    number,
-                    bucket_plan,
-                    plan.specs,
-                    members,
-                    self._exchanges[bucket_plan.device],
-                    self.rank,
-                    shard[:slice_numel],
-                    self.reducer.settings.allocate,
-                )
-            )
+            self._buckets.append(self._make_bucket(number, bucket_plan, plan.specs, members))
+            self._move_in(flat, bucket_plan, plan.specs, members)
+        for bucket in buckets_before:
+            bucket.retire()
+        staying = {id(parameter) for parameter, _ in self._homes}
+        for parameter, home in homes_before:
+            if id(parameter) not in staying and parameter.data_ptr() == home.data_ptr():
+                parameter.data = parameter.data.clone()
 
-    def _allocate_shards(self, plan: Plan) -> dict[tuple[torch.dtype, torch.device], torch.Tensor]:
-        """Return memory for this rank's slices of all gradients, in one piece for each dtype and device."""
-        numels: dict[tuple[torch.dtype, torch.device], int] = {}
-        for bucket in plan.buckets:
-            key = (bucket.dtype, bucket.device)
-            numels[key] = numels.get(key, 0) + bucket.numel // self.world_size
-        return {(dtype, device): torch.zeros(n, dtype=dtype, device=device) for (dtype, device), n in numels.items()}
+    def _flat_for(
+        self, plan: BucketPlan, specs: Sequence[ParameterSpec], members: Sequence[nn.Parameter]
+    ) -> torch.Tensor:
+        """Return memory for a bucket's parameters: where a lone one is already, if that will do."""
+        allocate, exchange = self.reducer.settings.allocate, self._exchanges[plan.device]
+        spec = specs[plan.indices[0]]
+        fits = spec.flat_numel == plan.numel or exchange.takes_any_length
+        if len(members) == 1 and fits and allocate is allocate_zeros and is_laid_out_as(spec, members[0]):
+            return flat_view(members[0].data)
+        return allocate(plan.numel, plan.dtype, plan.device)
+
+    def _move_in(
+        self, flat: torch.Tensor, plan: BucketPlan, specs: Sequence[ParameterSpec], members: Sequence[nn.Parameter]
+    ) -> None:
+        for index, offset, parameter in zip(plan.indices, plan.offsets, members, strict=True):
+            home = view_at(flat, offset, specs[index])
+            if home.data_ptr() != parameter.data_ptr():
+                home.copy_(parameter)
+                parameter.data = home
+            self._homes.append((parameter, home))
+
+    def _make_bucket(
+        self, number: int, plan: BucketPlan, specs: Sequence[ParameterSpec], members: Sequence[nn.Parameter]
+    ) -> ShardedBucket:
+        exchange, allocate = self._exchanges[plan.device], self.reducer.settings.allocate
+        return ShardedBucket(number, plan, specs, members, exchange, self.rank, self.world_size, allocate)
 
     def _lay_out(self, placed: Mapping[str, Placement]) -> None:
         """Cut every parameter of the optimizer, also frozen ones, which are in no bucket (of a lone rank none is)."""
@@ -281,6 +285,11 @@ class Sharding:
         self._on_the_way = [bucket for bucket in self._on_the_way if bucket.num_bytes_on_the_way]
         return sum(bucket.num_bytes_on_the_way for bucket in self._on_the_way)
 
+    def drop_gradients(self) -> None:
+        """Free all slices of gradients."""
+        for bucket in self._buckets:
+            bucket.drop()
+
     # ------------------------------------------------------------- a step
 
     @torch.no_grad()
@@ -309,7 +318,7 @@ class Sharding:
                 work
                 for bucket, flat in zip(self._buckets, self._flats, strict=True)
                 if flat.numel()
-                for work in bucket.exchange.all_gather(flat, bucket.shard.numel(), 2 * bucket.number + 1)
+                for work in bucket.exchange.all_gather(flat, bucket.slice_numel, 2 * bucket.number + 1)
             ]
             for work in works:
                 work.wait()
@@ -318,6 +327,10 @@ class Sharding:
             raise
         # so that a backward through a graph from before the step notices, as after any step
         torch.autograd.graph.increment_version([parameter for parameter, _ in self._homes])
+
+
+def _members(bucket: Bucket) -> tuple[int, ...]:
+    return tuple(map(id, bucket.parameters))
 
 
 @dataclass
