@@ -14,7 +14,7 @@ from reference import OneProcess, adamw, digest, in_quarters, is_wrapped, sgd, u
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gradsync import DistributedDataParallel
+from gradsync import DistributedDataParallel, ZeroRedundancyOptimizer
 
 WIDTH = 4
 HEADS = 2
@@ -269,13 +269,13 @@ def _optimizer(program: Program) -> Any:
     return lambda parameters: torch.optim.SGD(parameters, lr=1 / 16, momentum=0.9)
 
 
-def train(rank: int, world: int, program: Program) -> str:
-    """Train on the ranks and in one process, and compare them after every step."""
+def train(rank: int, world: int, program: Program, is_sharded: bool = False) -> str:
+    """Train on the ranks and in one process, and compare them after every step; collective gradients if sharded."""
     ddp = DistributedDataParallel(
         Model(program, rank if program.starts_apart else 0), bucket_cap_mb=program.cap, reduction=program.reduction
     )
     reference = OneProcess(Model(program), world, _optimizer(program))
-    optimizer = _optimizer(program)(list(ddp.parameters()))
+    optimizer = _sharded(program, ddp) if is_sharded else _optimizer(program)(list(ddp.parameters()))
     for number, step in enumerate(program.steps):
         _clear(step, optimizer, reference.optimizer)
         for module in (ddp.module, reference.module):
@@ -286,13 +286,24 @@ def train(rank: int, world: int, program: Program) -> str:
         _evaluate(ddp, program, step, rank)
         run_window(ddp, program, number, rank)
         reference.run(lambda model, r, s: run_window(model, program, s, r), number, _divisor(program, number))
-        _compare(ddp.module, reference.module, rank, number)
+        _compare(ddp.module, reference.module, rank, number, optimizer.full_gradient if is_sharded else _gradient)
         optimizer.step()
         reference.optimizer.step()
         for (name, p), q in zip(ddp.module.named_parameters(), reference.module.parameters(), strict=True):
             _assert_near(p.detach(), q.detach(), f"after step {number}: {name}")
             q.data.copy_(p.data)  # so that rounding in one step does not grow in the next
     return digest(ddp.module)
+
+
+def _sharded(program: Program, ddp: Any) -> Any:
+    plain = _optimizer(program)([nn.Parameter(torch.zeros(1))])
+    options = {"lr": plain.defaults["lr"]}
+    options |= {key: plain.defaults[key] for key in ("momentum", "weight_decay", "eps") if key in plain.defaults}
+    return ZeroRedundancyOptimizer(ddp.parameters(), type(plain), ddp=ddp, **options)
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    return parameter.grad
 
 
 def _divisor(program: Program, step: int) -> float | None:
@@ -336,11 +347,12 @@ def _evaluate(ddp: Any, program: Program, step: Step, rank: int) -> None:
     ddp.train()
 
 
-def _compare(got: nn.Module, want: nn.Module, rank: int, step: int) -> None:
+def _compare(got: nn.Module, want: nn.Module, rank: int, step: int, gradient: Any) -> None:
     for (name, p), q in zip(got.named_parameters(), want.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), f"step {step}: {name}: grad {p.grad}, expected {q.grad}"
-        if p.grad is not None and q.grad is not None:
-            _assert_near(p.grad.to_dense(), q.grad.to_dense(), f"step {step}: gradient of {name}")
+        grad = gradient(p)
+        assert (grad is None) == (q.grad is None), f"step {step}: {name}: grad {grad}, expected {q.grad}"
+        if grad is not None and q.grad is not None:
+            _assert_near(grad.to_dense(), q.grad.to_dense(), f"step {step}: gradient of {name}")
     if rank == 0:  # the other ranks' buffers are overwritten by these before the next training forward
         for (name, b), c in zip(got.named_buffers(), want.buffers(), strict=True):
             _assert_near(b, c, f"step {step}: {name}")

@@ -218,10 +218,11 @@ class ZeroRedundancyOptimizer(Optimizer, Tenant):
     # ------------------------------------------------------------- groups and shares
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters that are new to the module, or frozen; they get their shares when they are first trained."""
+        """Add parameters that are new to the module, or were frozen; on all ranks, before they are first trained."""
         super().add_param_group(param_group)
         if self._inner is not None:
             self._inner.add_param_group({**_options(self.param_groups[-1]), "params": []})
+            self._parts()[0].refresh()
 
     def lift_state(self) -> PieceState:
         """Take the inner optimizer's state off the pieces (for ``Sharding``)."""

@@ -13,17 +13,18 @@ added. Slices change owners then: ``make_buckets`` moves parameters, gradients a
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
 from gradsync.ddp.bucket import Bucket, allocate_zeros, view_at
 from gradsync.ddp.exchange import choose_exchange
-from gradsync.ddp.plan import BucketPlan, ParameterSpec, Plan, Slicing, parameter_spec
+from gradsync.ddp.plan import BucketPlan, ParameterSpec, Plan, Slicing, make_plan, parameter_spec
 from gradsync.ddp.shard_layout import (
     Placement,
     as_pieces_dtype,
@@ -115,6 +116,10 @@ class Sharding:
         self._exchanges = {
             device: choose_exchange(reducer.group, device) for device in {p.device for _, p in self._named()}
         }
+        self._frozen: list[ShardedBucket] = []
+        """Hold gradients of parameters that were frozen after a backward; they take part in no pass."""
+        self._placed: dict[str, Placement] = {}
+        self._lone: list[tuple[nn.Parameter, Placement]] = []
         self._on_the_way: list[ShardedBucket] = []
 
     @property
@@ -132,7 +137,13 @@ class Sharding:
         if self.world_size > 1:
             self.reducer.use_sharding(self)
         else:
-            self._lay_out({})
+            self._lay_out()
+
+    def refresh(self) -> None:
+        """Cut parameters that the optimizer has got since; not collective, since those that were cut stay so."""
+        state = self.tenant.lift_state()
+        self._lay_out()
+        self.tenant.settle_state(state)
 
     def check_members(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Raise if a parameter that is to be trained belongs to no parameter group.
@@ -155,10 +166,10 @@ class Sharding:
         before = self.layout
         state, gradients = self.tenant.lift_state(), self._lift_gradients()
         self._move(plan)
-        placed: dict[str, Placement] = {}
+        self._placed = {}
         for bucket_plan in plan.buckets:
-            placed.update(placements_in(bucket_plan, plan.specs, self.world_size))
-        self._lay_out(placed)
+            self._placed.update(placements_in(bucket_plan, plan.specs, self.world_size))
+        self._lay_out()
         self.tenant.settle_state(redistribute(self.links, state, before, self.layout))
         self._settle_gradients(gradients, before)
         return list(self._buckets)
@@ -178,7 +189,7 @@ class Sharding:
             self._flats.append(flat)
             self._buckets.append(self._make_bucket(number, bucket_plan, plan.specs, members))
             self._move_in(flat, bucket_plan, plan.specs, members)
-        for bucket in buckets_before:
+        for bucket in (*buckets_before, *self._frozen):
             bucket.retire()
         staying = {id(parameter) for parameter, _ in self._homes}
         for parameter, home in homes_before:
@@ -212,17 +223,20 @@ class Sharding:
         exchange, allocate = self._exchanges[plan.device], self.reducer.settings.allocate
         return ShardedBucket(number, plan, specs, members, exchange, self.rank, self.world_size, allocate)
 
-    def _lay_out(self, placed: Mapping[str, Placement]) -> None:
+    def _lay_out(self) -> None:
         """Cut every parameter of the optimizer, also frozen ones, which are in no bucket (of a lone rank none is)."""
         names = {id(p): name for name, p in self._named()}
-        self.layout, self.pieces = {}, []
+        self.layout, self.pieces, self._lone = {}, [], []
         for number, group in enumerate(self.tenant.param_groups):
             for parameter in group["params"]:
                 name = names.get(id(parameter))
                 if name is None:
                     continue  # it has left the module
                 spec = self._dense_spec(name, parameter)
-                placement = placed.get(name) or lone_placement(spec, self.world_size)
+                placement = self._placed.get(name)
+                if placement is None:
+                    placement = lone_placement(spec, self.world_size)
+                    self._lone.append((parameter, placement))
                 self.layout[name] = (spec, placement)
                 owned = placement.owned_by(self.rank)
                 if owned:
@@ -237,7 +251,7 @@ class Sharding:
 
     def _lift_gradients(self) -> "_Gradients":
         lifted = _Gradients()
-        for bucket in self._buckets:
+        for bucket in (*self._buckets, *self._frozen):
             for position, parameter in enumerate(bucket.parameters):
                 grad = parameter.grad
                 if type(grad) is ShardedGradient:
@@ -250,23 +264,20 @@ class Sharding:
     def _settle_gradients(self, lifted: "_Gradients", before: Layout) -> None:
         """Put the slices of gradients where they belong now."""
         pieces = redistribute(self.links, lifted.pieces, before, self.layout)
-        for bucket in self._buckets:
+        frozen = [(name, p) for name, p in self._named() if name in lifted.local and name not in self._placed]
+        self._frozen = [self._bucket_of_frozen(name, parameter) for name, parameter in frozen]
+        for bucket in (*self._buckets, *self._frozen):
             for position in range(len(bucket.parameters)):
                 name = bucket.name_of(position)
                 if name in lifted.local:
                     piece = pieces.get(name, {}).get(_GRADIENT)
-                    bucket.hold(position, None if piece is None else flat_view(piece), lifted.local.pop(name))
-        by_name = dict(self._named())
-        for name in lifted.local:
-            self._settle_frozen(by_name.get(name), pieces.get(name, {}).get(_GRADIENT))
+                    bucket.hold(position, None if piece is None else flat_view(piece), lifted.local[name])
 
-    def _settle_frozen(self, parameter: nn.Parameter | None, piece: torch.Tensor | None) -> None:
-        """A parameter that was frozen with a gradient keeps it: this rank's part, which is all that it steps."""
-        own = next((p for p in self.pieces if p.parameter is parameter), None)
-        if parameter is not None:
-            parameter.grad = torch.zeros_like(parameter)
-            if own is not None and piece is not None:
-                own.cut(parameter.grad).copy_(piece)
+    def _bucket_of_frozen(self, name: str, parameter: nn.Parameter) -> ShardedBucket:
+        """A parameter that is frozen with a gradient keeps it, and is stepped on it."""
+        spec = self._dense_spec(name, parameter)
+        (plan,) = make_plan([spec], [0], [0], self.slicing).buckets
+        return self._make_bucket(-1, plan, [spec], [parameter])
 
     # ------------------------------------------------------------- a pass
 
@@ -287,7 +298,7 @@ class Sharding:
 
     def drop_gradients(self) -> None:
         """Free all slices of gradients."""
-        for bucket in self._buckets:
+        for bucket in (*self._buckets, *self._frozen):
             bucket.drop()
 
     # ------------------------------------------------------------- a step
@@ -322,11 +333,23 @@ class Sharding:
             ]
             for work in works:
                 work.wait()
+            self._gather_lone()
         except BaseException as error:
             self.reducer.fail(error)
             raise
         # so that a backward through a graph from before the step notices, as after any step
         torch.autograd.graph.increment_version([parameter for parameter, _ in self._homes])
+
+    def _gather_lone(self) -> None:
+        """Parameters that are in no bucket move only if they were frozen with a gradient."""
+        for parameter, placement in self._lone:
+            for rank in range(self.world_size if parameter.grad is not None else 0):
+                owned = placement.owned_by(rank)
+                if owned:
+                    options = dist.BroadcastOptions()
+                    options.rootRank, options.rootTensor = rank, 0
+                    part = flat_view(parameter.data)[owned.start : owned.stop]
+                    self.reducer.group.broadcast([part], options).wait()
 
 
 def _members(bucket: Bucket) -> tuple[int, ...]:
