@@ -35,7 +35,7 @@ from torch.distributed.algorithms.join import Join
 from gradsync import DistributedDataParallel, ZeroRedundancyOptimizer, plain_optimizer_state
 from gradsync.ddp import exchange, sharding
 from gradsync.ddp.sharded_gradient import ShardedGradient
-from gradsync.errors import ConfigError, ContractError, ShardedGradientError
+from gradsync.errors import ConfigError, ContractError
 from rank_pool import RankPool
 
 # A large eps keeps rounding noise in gradients that are zero in theory from becoming whole steps.
@@ -886,8 +886,6 @@ def test_a_join_that_does_not_know_the_optimizer(ranks: RankPool) -> None:
 
 def _join_without(rank: int, world: int) -> list[str]:
     ddp, sharded, _ = _pair(world)
-    texts = []
     with Join([ddp]):
         plain(ddp, rank, 0)
-        texts = [raised(sharded.step), raised(lambda: sharded.clip_grad_norm_(1.0))]
-    return texts
+        return [raised(sharded.step), raised(lambda: sharded.clip_grad_norm_(1.0))]
