@@ -46,13 +46,17 @@ def _refused(rank: int, world: int, optimizer_class: Any, options: dict[str, Any
         (torch.optim.Adafactor, {"lr": 0.0}, "Adafactor cannot be sharded"),
         (torch.optim.SparseAdam, {}, "SparseAdam cannot be sharded"),
         (Normed, {"lr": 0.0}, "depends on the rest of the tensor"),
-        (torch.optim.SGD, {"lr": -1.0}, "Invalid learning rate"),
     ],
 )
 def test_optimizers_that_are_refused(ranks: RankPool, optimizer_class: Any, options: Any, reason: str) -> None:
     for text in ranks(_refused, optimizer_class, options):
         assert text.startswith("ConfigError")
         assert reason in text
+
+
+def test_wrong_options_are_refused_as_the_optimizer_does(ranks: RankPool) -> None:
+    for text in ranks(_refused, torch.optim.SGD, {"lr": -1.0}):
+        assert text == "ValueError: Invalid learning rate: -1.0"
 
 
 @contextlib.contextmanager

@@ -27,7 +27,8 @@ def check_elementwise(
     options of the parameter groups, each of which is tried.
 
     Raises:
-        ConfigError: it raised an exception, did something else to slices, or keeps state of another shape.
+        ConfigError: it raised an exception, did something else to slices, or keeps state of another shape. An error in
+            the options is raised as the optimizer itself raises it.
     """
     name = getattr(optimizer_class, "__name__", repr(optimizer_class))
     generator = torch.Generator().manual_seed(0)
@@ -36,6 +37,8 @@ def check_elementwise(
         return torch.randn(_SHAPE, generator=generator, dtype=torch.float32).to(device)
 
     starts = [random() for _ in groups]
+    _make(optimizer_class, [[nn.Parameter(start)] for start in starts], groups, defaults)
+    groups, defaults = [_with_visible_lr(group) for group in groups], _with_visible_lr(defaults)
     whole = [[nn.Parameter(start.clone())] for start in starts]
     slices = [[nn.Parameter(part.clone()) for part in _cut(start)] for start in starts]
     try:
@@ -82,8 +85,8 @@ def _make(
     defaults: Mapping[str, Any],
 ) -> torch.optim.Optimizer:
     return optimizer_class(
-        [{**_with_visible_lr(g), "params": p} for g, p in zip(groups, parameters, strict=True)],
-        **_with_visible_lr(defaults),
+        [{**g, "params": p} for g, p in zip(groups, parameters, strict=True)],
+        **defaults,
     )
 
 

@@ -115,6 +115,7 @@ class ShardedBucket(Bucket):
     def start_pass(self, waiting: int) -> None:
         """See ``Bucket``; also frees the slice if the user has dropped all gradients in it."""
         super().start_pass(waiting)
+        self._whole = None
         if not any(type(p.grad) is ShardedGradient for p in self.parameters):
             self.drop()
 

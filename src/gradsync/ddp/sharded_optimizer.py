@@ -149,6 +149,8 @@ class ZeroRedundancyOptimizer(Optimizer, Tenant):
         if grads:
             norms = [torch.linalg.vector_norm(grad, order).to(device, dtype) for grad in grads]
             own = torch.stack(norms).max() if is_max else torch.stack(norms).pow(order).sum()
+        if is_max:
+            own = own.nan_to_num(nan=float("inf"), posinf=float("inf"))  # not every backend's maximum keeps a NaN
         if reducer.world_size > 1:
             options = dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM  # type: ignore[assignment]
@@ -309,13 +311,14 @@ class ZeroRedundancyOptimizer(Optimizer, Tenant):
             )
 
     def _check_contract(self, ddp: DistributedDataParallel, optimizer_class: Any) -> None:
-        names = {id(p): name for name, p in ddp._watch.all_parameters()}
         facts: list[list[Any]] = [
             ["optimizer_class", "setting", getattr(optimizer_class, "__name__", repr(optimizer_class))]
         ]
         for number, group in enumerate(self.param_groups):
             facts.append([f"options of parameter group {number}", "setting", repr(sorted(_options(group).items()))])
-            facts += [[names[id(p)], "parameter", {"group": number}] for p in group["params"]]
+        group_of = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
+        named = ddp._watch.all_parameters()
+        facts += [[name, "parameter", {"group": str(group_of.get(id(p)))}] for name, p in named]
         if ddp.process_group.size() > 1:
             check_contract(ddp.process_group, facts, ddp.device, ddp.process_group.rank())
 
@@ -372,6 +375,11 @@ def _check_parameters(ddp: DistributedDataParallel, groups: Iterable[Mapping[str
                 raise ConfigError(f"{name!r} gets sparse gradients, which cannot be cut into slices; use sparse=False")
             if getattr(parameter, "_local_tensor", None) is not None:
                 raise ConfigError(f"{name!r} is a DTensor, which is sharded already; use a plain optimizer")
+            if getattr(parameter, "grad_dtype", None) not in (None, parameter.dtype):
+                raise ConfigError(
+                    f"the gradient of {name!r} is wanted in {parameter.grad_dtype}, the parameter is {parameter.dtype}; "
+                    f"a sharded optimizer needs one dtype for both"
+                )
             where = (parameter.data_ptr(), parameter.numel())
             if parameter.numel() and where in places:
                 raise ConfigError(

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
 from gradsync.ddp.bucket import Bucket, allocate_zeros, view_at
-from gradsync.ddp.exchange import choose_exchange
+from gradsync.ddp.exchange import Exchange, choose_exchange
 from gradsync.ddp.plan import BucketPlan, ParameterSpec, Plan, Slicing, make_plan, parameter_spec
 from gradsync.ddp.shard_layout import (
     Placement,
@@ -113,9 +113,7 @@ class Sharding:
         self._buckets: list[ShardedBucket] = []
         self._flats: list[torch.Tensor] = []
         self._homes: list[tuple[nn.Parameter, torch.Tensor]] = []
-        self._exchanges = {
-            device: choose_exchange(reducer.group, device) for device in {p.device for _, p in self._named()}
-        }
+        self._exchanges: dict[torch.device, Exchange] = {}
         self._frozen: list[ShardedBucket] = []
         """Hold gradients of parameters that were frozen after a backward; they take part in no pass."""
         self._placed: dict[str, Placement] = {}
@@ -134,10 +132,16 @@ class Sharding:
 
     def attach(self) -> None:
         """Take over the reducer's buckets; collective. One rank alone has nothing to reduce, and only makes pieces."""
-        if self.world_size > 1:
-            self.reducer.use_sharding(self)
-        else:
+        if self.world_size == 1:
             self._lay_out()
+            return
+        self.reducer.groups.make_private()
+        devices = {parameter.device for _, parameter in self._named()}
+        self._exchanges = {device: choose_exchange(self.reducer.group, device) for device in devices}
+        for _, parameter in self._named():
+            if type(parameter.grad) is ShardedGradient:
+                parameter.grad = None  # a slice that belongs to an earlier sharded optimizer
+        self.reducer.use_sharding(self)
 
     def refresh(self) -> None:
         """Cut parameters that the optimizer has got since; not collective, since those that were cut stay so."""
@@ -180,7 +184,7 @@ class Sharding:
         parameters = self.reducer.parameters
         flats_before = {_members(bucket): flat for bucket, flat in zip(self._buckets, self._flats, strict=True)}
         buckets_before, homes_before = self._buckets, self._homes
-        self._buckets, self._flats, self._homes, self.pieces = [], [], [], []
+        self._buckets, self._flats, self._homes, self.pieces, self._on_the_way = [], [], [], [], []
         for number, bucket_plan in enumerate(plan.buckets):
             members = [parameters[i] for i in bucket_plan.indices]
             flat = flats_before.get(tuple(map(id, members)))
