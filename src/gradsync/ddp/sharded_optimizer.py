@@ -377,7 +377,7 @@ def _check_parameters(ddp: DistributedDataParallel, groups: Iterable[Mapping[str
                 raise ConfigError(f"{name!r} is a DTensor, which is sharded already; use a plain optimizer")
             if getattr(parameter, "grad_dtype", None) not in (None, parameter.dtype):
                 raise ConfigError(
-                    f"the gradient of {name!r} is wanted in {parameter.grad_dtype}, the parameter is {parameter.dtype}; "
+                    f"the gradient of {name!r} is wanted in {parameter.grad_dtype}, but it is {parameter.dtype}; "
                     f"a sharded optimizer needs one dtype for both"
                 )
             where = (parameter.data_ptr(), parameter.numel())
