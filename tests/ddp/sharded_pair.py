@@ -10,8 +10,8 @@ from torch import nn
 from gradsync import DistributedDataParallel, ZeroRedundancyOptimizer
 
 # A large eps keeps rounding noise in gradients that are zero in theory from becoming whole steps.
-ADAMW = (torch.optim.AdamW, {"lr": 0.02, "weight_decay": 0.3, "eps": 1e-4})
-MOMENTUM = (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1})
+ADAMW = (torch.optim.AdamW, {"lr": 0.005, "weight_decay": 0.3, "eps": 1e-4})
+MOMENTUM = (torch.optim.SGD, {"lr": 0.001, "momentum": 0.9, "weight_decay": 0.1})
 
 
 class Uneven(nn.Module):
@@ -56,8 +56,9 @@ def pair(
 
 
 def assert_alike(ddp: Any, reference: OneProcess, when: str) -> None:
+    """The order of additions differs, and what that does to the last bits grows from step to step."""
     for (name, p), q in zip(ddp.module.named_parameters(), reference.module.parameters(), strict=True):
-        assert_near(p, q, f"{when}: {name}", rtol=1e-4)
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{when}: {name}: {text}")
 
 
 def train_alike(

@@ -22,13 +22,13 @@ from rank_pool import RankPool
 @pytest.mark.parametrize(
     "optimizer",
     [
-        (torch.optim.SGD, {"lr": 0.05}),
+        (torch.optim.SGD, {"lr": 0.002}),
         MOMENTUM,
         ADAMW,
         (torch.optim.AdamW, {**ADAMW[1], "fused": True}),
         (torch.optim.AdamW, {**ADAMW[1], "foreach": True, "amsgrad": True}),
         (torch.optim.Adam, {"lr": 0.02, "eps": 1e-4}),
-        (torch.optim.RMSprop, {"lr": 0.01, "eps": 1e-2, "momentum": 0.5}),
+        (torch.optim.RMSprop, {"lr": 0.002, "eps": 1e-2, "momentum": 0.5}),
         (torch.optim.Adagrad, {"lr": 0.02, "eps": 1e-4}),
     ],
     ids=["sgd", "momentum", "adamw", "adamw-fused", "amsgrad", "adam", "rmsprop", "adagrad"],

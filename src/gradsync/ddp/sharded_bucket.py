@@ -100,12 +100,11 @@ class ShardedBucket(Bucket):
 
     def drop(self) -> None:
         """Free the slice: its gradients are worth nothing any more."""
-        self.shard = self._incoming = None
+        self.shard = None
 
     def retire(self) -> None:
         """Free all memory now, not when the stand-ins, which know the bucket, are collected; another takes over."""
-        self.drop()
-        self._buffer = None
+        self.shard = self._incoming = self._whole = self._buffer = None
 
     def _empty_slice(self) -> torch.Tensor:
         return torch.empty(self.slice_numel, dtype=self.plan.dtype, device=self.plan.device)
@@ -115,7 +114,7 @@ class ShardedBucket(Bucket):
     def start_pass(self, waiting: int) -> None:
         """See ``Bucket``; also frees the slice if the user has dropped all gradients in it."""
         super().start_pass(waiting)
-        self._whole = None
+        self._whole = self._incoming = None
         if not any(type(p.grad) is ShardedGradient for p in self.parameters):
             self.drop()
 
