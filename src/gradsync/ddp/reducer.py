@@ -636,7 +636,11 @@ class Reducer(ReducerSurface):
         newcomers = [(name, p) for name, p in self._change if id(p) not in known]
         claim(self, [p for _, p in newcomers])
         assert self.last_words is not None
+        parameters = [p for _, p in newcomers]
+        aside = {} if self.sharding is None else self.sharding.put_aside(parameters)
         results = reduce_newcomers(self, newcomers, self.last_words)
+        if self.sharding is not None:
+            self.sharding.put_back(parameters, aside, results)
         self._install(self._change, results)
 
     def fail(self, error: BaseException) -> None:

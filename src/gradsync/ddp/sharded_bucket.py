@@ -6,7 +6,8 @@ pass brings then takes its place instead of being added. The memory of a slice i
 the activations of the next forward can use it.
 
 [Note: No copy] A large parameter has a bucket of its own, and its gradient is sent from where autograd put it.
-Only small ones are copied together, into a buffer that is kept.
+Only small ones are copied together, into a buffer that is kept. What is sent must be as long on every rank, also
+where there is no gradient: without the padding at the end if the exchange allows that (``num_sent``).
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,6 +46,7 @@ class ShardedBucket(Bucket):
             Placement(offset, spec.flat_numel, self.slice_numel)
             for offset, spec in zip(plan.offsets, self._specs, strict=True)
         ]
+        self.num_sent = num_sent(plan, self._specs, exchange)
         self._whole: torch.Tensor | None = None
         self._incoming: torch.Tensor | None = None
         self._factor = 1.0
@@ -80,6 +82,12 @@ class ShardedBucket(Bucket):
             mine.copy_(piece)
         self.stand_ins[position].local = local
         self.parameters[position].grad = self.stand_ins[position]
+
+    def add(self, position: int, whole: torch.Tensor) -> None:
+        """Add to a gradient that is held what was reduced outside of the bucket, whole on all ranks."""
+        piece = self.own_piece(position)
+        if piece is not None:
+            piece.add_(self.cut(position, whole))
 
     def results(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return nothing: slices are moved by ``Sharding``."""
@@ -196,14 +204,14 @@ class ShardedBucket(Bucket):
     # ------------------------------------------------------------- where the gradients are sent from
 
     def _can_stay_in_place(self, grads: Sequence[torch.Tensor | None]) -> bool:
-        grad, spec, plan = grads[0], self._specs[0], self.plan
+        grad, spec = grads[0], self._specs[0]
         return (
             len(grads) == 1
             and grad is not None
             and grad.layout is torch.strided
             and is_laid_out_as(spec, grad)
             and not self._scales_first
-            and (spec.flat_numel == plan.numel or self.exchange.takes_any_length)
+            and spec.flat_numel == self.num_sent
         )
 
     @property
@@ -217,7 +225,7 @@ class ShardedBucket(Bucket):
 
     def _copied(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
         if len(grads) == 1:  # a large one, whose memory is not kept
-            whole = self._allocate(self.plan.numel, self.plan.dtype, self.plan.device)
+            whole = self._allocate(self.num_sent, self.plan.dtype, self.plan.device)
             views = [view_at(whole, 0, self._specs[0])]
         else:
             whole, views = self.buffer.gradients, self.buffer.views
@@ -230,6 +238,11 @@ class ShardedBucket(Bucket):
             whole.mul_(self._factor)
             self._factor = 1.0
         return whole
+
+
+def num_sent(plan: BucketPlan, specs: Sequence[ParameterSpec], exchange: Exchange) -> int:
+    """Return how many elements of a bucket travel; ``specs`` are those of its parameters."""
+    return specs[0].flat_numel if len(specs) == 1 and exchange.takes_any_length else plan.numel
 
 
 class _Arrival:

@@ -50,6 +50,15 @@ class ShardedGradient(torch.Tensor):
         self.local = None
         return piece
 
+    def take_local(self) -> torch.Tensor | None:
+        """Return what is this rank's alone; the caller's from now on."""
+        local, self.local = self.local, None
+        return local
+
+    def add_reduced(self, whole: torch.Tensor) -> None:
+        """Add what was reduced elsewhere, whole on all ranks."""
+        self._bucket.add(self._position, whole)
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -13,7 +13,7 @@ added. Slices change owners then: ``make_buckets`` moves parameters, gradients a
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ from gradsync.ddp.shard_layout import (
     lone_placement,
     placements_in,
 )
-from gradsync.ddp.sharded_bucket import ShardedBucket
+from gradsync.ddp.sharded_bucket import ShardedBucket, num_sent
 from gradsync.ddp.sharded_gradient import ShardedGradient
 from gradsync.ddp.sharded_state import Layout, Links, PieceState, cut, redistribute
 from gradsync.errors import ConfigError, ContractError
@@ -204,12 +204,13 @@ class Sharding:
         self, plan: BucketPlan, specs: Sequence[ParameterSpec], members: Sequence[nn.Parameter]
     ) -> torch.Tensor:
         """Return memory for a bucket's parameters: where a lone one is already, if that will do."""
-        allocate, exchange = self.reducer.settings.allocate, self._exchanges[plan.device]
-        spec = specs[plan.indices[0]]
-        fits = spec.flat_numel == plan.numel or exchange.takes_any_length
-        if len(members) == 1 and fits and allocate is allocate_zeros and is_laid_out_as(spec, members[0]):
+        allocate = self.reducer.settings.allocate
+        own_specs = [specs[i] for i in plan.indices]
+        numel = num_sent(plan, own_specs, self._exchanges[plan.device])
+        is_alone = len(members) == 1 and own_specs[0].flat_numel == numel
+        if is_alone and allocate is allocate_zeros and is_laid_out_as(own_specs[0], members[0]):
             return flat_view(members[0].data)
-        return allocate(plan.numel, plan.dtype, plan.device)
+        return allocate(numel, plan.dtype, plan.device)
 
     def _move_in(
         self, flat: torch.Tensor, plan: BucketPlan, specs: Sequence[ParameterSpec], members: Sequence[nn.Parameter]
@@ -282,6 +283,30 @@ class Sharding:
         spec = self._dense_spec(name, parameter)
         (plan,) = make_plan([spec], [0], [0], self.slicing).buckets
         return self._make_bucket(-1, plan, [spec], [parameter])
+
+    # ------------------------------------------------------------- parameters that are trained again
+
+    def put_aside(self, parameters: Sequence[nn.Parameter]) -> dict[int, ShardedGradient]:
+        """Leave on the parameters what has not been reduced; returns by id what stands for the rest."""
+        aside = {id(p): p.grad for p in parameters if type(p.grad) is ShardedGradient}
+        for parameter in parameters:
+            if id(parameter) in aside:
+                parameter.grad = aside[id(parameter)].take_local()
+        return aside
+
+    def put_back(
+        self,
+        parameters: Sequence[nn.Parameter],
+        aside: Mapping[int, ShardedGradient],
+        results: dict[int, torch.Tensor],
+    ) -> None:
+        """Put what was put aside back, and add what has been reduced since, whole; that is no result any more."""
+        for parameter in parameters:
+            if id(parameter) in aside:
+                whole = results.pop(id(parameter), None)
+                if whole is not None:
+                    aside[id(parameter)].add_reduced(whole)
+                parameter.grad = aside[id(parameter)]
 
     # ------------------------------------------------------------- a pass
 
