@@ -95,7 +95,7 @@ def _on_shared_memory(rank: int, world: int) -> str:
     return result
 
 
-@hypothesis_settings(_settings, max_examples=120)
+@hypothesis_settings(_settings, max_examples=60)
 @given(program=_programs(world=2))
 def test_random_programs(ranks: RankPool, program: Program) -> None:
     if program.stem != "sparse tokens":
