@@ -127,9 +127,9 @@ class _Guest:
         self.listener.settimeout(self._left_s())
         with contextlib.suppress(ConnectionError, TimeoutError):
             connection, _ = self.listener.accept()
-            connection.settimeout(min(self._left_s(), _STRANGER_PATIENCE_S))
             heard = None
             try:
+                connection.settimeout(min(self._left_s(), _STRANGER_PATIENCE_S))
                 heard = self._hear_hello(connection, self.missing(), 2)
                 if heard is not None:
                     peer, descriptors = heard
