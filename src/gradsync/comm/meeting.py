@@ -98,35 +98,38 @@ class _Guest:
         return [peer for peer in range(self._size) if peer != self._rank and peer not in self.meeting.sockets]
 
     def connect(self, peer: int) -> None:
-        """Connect to a lower rank. A card that a former group left in the store is passed over until it "
-        "changes."""
-        while True:
-            address, secret = self._card_of(peer)
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with far:
-                try:
-                    connection.settimeout(self._left_s())
-                    connection.connect(address)
-                    self._say_hello(connection, secret, [far.fileno()])
-                    if self._hear_hello(connection, [peer], 1) is not None:
-                        self.meeting.message_sockets[peer] = near
-                        return
-                except (ConnectionError, TimeoutError):
-                    pass
-            connection.close()
-            near.close()
+        """Connect to a lower rank; a card that a former group left in the store is passed over."""
+        while not self._try_to_connect(peer):
             self._left_s()
             time.sleep(_RETRY_S)
+
+    def _try_to_connect(self, peer: int) -> bool:
+        address, secret = self._card_of(peer)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with far:
+                connection.settimeout(self._left_s())
+                connection.connect(address)
+                self._say_hello(connection, secret, [far.fileno()])
+                if self._hear_hello(connection, [peer], 1) is not None:
+                    self.meeting.message_sockets[peer] = near
+        except (ConnectionError, TimeoutError):
+            pass
+        finally:
+            if peer not in self.meeting.message_sockets:
+                connection.close()
+                near.close()
+        return peer in self.meeting.message_sockets
 
     def accept(self) -> None:
         """Take in one connection of a higher rank."""
         self.listener.settimeout(self._left_s())
         with contextlib.suppress(ConnectionError, TimeoutError):
             connection, _ = self.listener.accept()
-            connection.settimeout(min(self._left_s(), _STRANGER_PATIENCE_S))
             heard = None
             try:
+                connection.settimeout(min(self._left_s(), _STRANGER_PATIENCE_S))
                 heard = self._hear_hello(connection, self.missing(), 2)
                 if heard is not None:
                     peer, descriptors = heard
