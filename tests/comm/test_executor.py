@@ -109,9 +109,7 @@ def test_unawaited_work_is_done_by_one_thread(executor: Executor, log: list[str]
 def test_a_callback_may_issue_and_wait(executor: Executor, log: list[str]) -> None:
     def again(future: Any) -> str:
         inner = submit(executor, Scripted("inner", log))
-        outer = inner.get_future().then(
-            lambda _: submit(executor, Scripted("innermost", log)).get_future().wait()
-        )
+        outer = inner.get_future().then(lambda _: submit(executor, Scripted("innermost", log)).get_future().wait())
         return f"{future.value()} {outer.wait()}"
 
     work = submit(executor, Scripted("outer", log))

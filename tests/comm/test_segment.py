@@ -25,18 +25,13 @@ def used_bytes(segment: Segment) -> int:
 
 
 def test_tensors_are_zero_and_lie_in_the_segment(segment: Segment) -> None:
-    tensors = [
-        segment.allocate(1000, dtype) for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.int64)
-    ]
+    tensors = [segment.allocate(1000, dtype) for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.int64)]
     for tensor in tensors:
         assert not tensor.any()
         offset = segment.offset_of(tensor.data_ptr(), tensor.nbytes)
         assert offset is not None
         tensor.fill_(1)
-        assert (
-            segment.bytes[offset : offset + tensor.nbytes].tobytes()
-            == tensor.view(torch.uint8).numpy().tobytes()
-        )
+        assert segment.bytes[offset : offset + tensor.nbytes].tobytes() == tensor.view(torch.uint8).numpy().tobytes()
         assert segment.offset_of(tensor[10:].data_ptr(), 4) == offset + 10 * tensor.itemsize
     elsewhere = torch.ones(10)
     assert segment.offset_of(elsewhere.data_ptr(), elsewhere.nbytes) is None

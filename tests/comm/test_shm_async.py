@@ -31,10 +31,7 @@ def work_in_any_order(rank: int, world: int) -> None:
     generator = torch.Generator().manual_seed(7)
     with shm_group() as group:
         for waiting in ("forwards", "backwards", "last only"):
-            sizes = [
-                int(size)
-                for size in torch.tensor([3, 500, LARGE])[torch.randint(3, (16,), generator=generator)]
-            ]
+            sizes = [int(size) for size in torch.tensor([3, 500, LARGE])[torch.randint(3, (16,), generator=generator)]]
             tensors = [numbers(rank, size, torch.float32, salt) for salt, size in enumerate(sizes)]
             works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
             if waiting == "last only":
@@ -146,9 +143,7 @@ def from_threads(rank: int, world: int) -> None:
             except BaseException as error:
                 errors.append(error)
 
-        threads = [
-            threading.Thread(target=run, args=arguments) for arguments in ((first, 3), (second, LARGE))
-        ]
+        threads = [threading.Thread(target=run, args=arguments) for arguments in ((first, 3), (second, LARGE))]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -377,17 +377,13 @@ test_shm_failures.leave_without_a_word({store!r}, {rank})
 
 def test_a_process_ends_in_peace_with_operations_open(tmp_path: Path) -> None:
     context = multiprocessing.get_context("forkserver")
-    children = [
-        context.Process(target=leave_without_a_word, args=(str(tmp_path / "one"), rank)) for rank in (0, 1)
-    ]
+    children = [context.Process(target=leave_without_a_word, args=(str(tmp_path / "one"), rank)) for rank in (0, 1)]
     for child in children:
         child.start()
     for child in children:
         child.join(PATIENCE_S)
         assert child.exitcode == 0
 
-    programs = [
-        LEAVE_WITHOUT_A_WORD.format(path=sys.path, store=str(tmp_path / "two"), rank=rank) for rank in (0, 1)
-    ]
+    programs = [LEAVE_WITHOUT_A_WORD.format(path=sys.path, store=str(tmp_path / "two"), rank=rank) for rank in (0, 1)]
     started = [subprocess.Popen([sys.executable, "-c", program]) for program in programs]
     assert [each.wait(2 * PATIENCE_S) for each in started] == [0, 0]

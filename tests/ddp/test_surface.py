@@ -4,6 +4,7 @@ import copy
 import inspect
 import io
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,6 +83,13 @@ _OF_TORCHS_REDUCER = {
     "_accum_grad_hooks",
     "_ddp_sink_clone",
 }
+
+
+def test_the_page_for_those_who_switch_names_every_argument() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "switching-from-torch.md").read_text(encoding="utf-8")
+    rows = page.partition("## Constructor arguments")[2].partition("\n## ")[0]
+    parameters = inspect.signature(DistributedDataParallel.__init__).parameters
+    assert [name for name in parameters if name != "self" and f"`{name}`" not in rows] == []
 
 
 def _attributes(rank: int, world: int) -> None:

@@ -70,9 +70,7 @@ class Reduced:
 class EagerExchange(Collective):
     """Sends everything at once, inside the packets."""
 
-    def __init__(
-        self, channel: Channel, label: Label, sequence: int, timeout_s: float, exchange: Exchange
-    ) -> None:
+    def __init__(self, channel: Channel, label: Label, sequence: int, timeout_s: float, exchange: Exchange) -> None:
         super().__init__(channel, label, sequence, timeout_s)
         self._exchange = exchange
         self._to_send = [
@@ -113,9 +111,7 @@ class EagerExchange(Collective):
 class _Outflow:
     """A publication on its way: piece by piece, each free again once all readers have taken it."""
 
-    def __init__(
-        self, operation: "StreamExchange", publication: Publication, stage: int, room_bytes: int
-    ) -> None:
+    def __init__(self, operation: "StreamExchange", publication: Publication, stage: int, room_bytes: int) -> None:
         self._operation = operation
         self._publication = publication
         self._segment = operation.channel.segment
@@ -138,9 +134,7 @@ class _Outflow:
             else:
                 length = min(self._piece_bytes, data.size - self._sent)
                 offset = self._stage + self._num_pieces % _PIECES_AHEAD * self._piece_bytes
-                np.copyto(
-                    self._segment.bytes[offset : offset + length], data[self._sent : self._sent + length]
-                )
+                np.copyto(self._segment.bytes[offset : offset + length], data[self._sent : self._sent + length])
             header = self._operation.header(Kind.PIECE, offset, length)
             for peer in self._publication.readers:
                 self._operation.wire.send(peer, header, b"", self._operation.deadline)
@@ -193,9 +187,7 @@ class _Inflow:
 class StreamExchange(Collective):
     """Announces pieces of the segment, and uses those that peers announce."""
 
-    def __init__(
-        self, channel: Channel, label: Label, sequence: int, timeout_s: float, exchange: Exchange
-    ) -> None:
+    def __init__(self, channel: Channel, label: Label, sequence: int, timeout_s: float, exchange: Exchange) -> None:
         super().__init__(channel, label, sequence, timeout_s)
         self._exchange = exchange
         self._position = 0  # bytes that are reduced
@@ -228,8 +220,7 @@ class StreamExchange(Collective):
         stage = self.channel.stage("stream", STAGE_BYTES)
         room = STAGE_BYTES // len(publications)
         return [
-            _Outflow(self, publication, stage + index * room, room)
-            for index, publication in enumerate(publications)
+            _Outflow(self, publication, stage + index * room, room) for index, publication in enumerate(publications)
         ]
 
     def _waits_for(self) -> set[int]:

@@ -89,6 +89,7 @@ class Bucket:
         self._spare: FlatBuffer | None = None
         self.missing: list[int] = []
         self._kept: dict[int, torch.Tensor] = {}
+        self._kept_results: dict[int, torch.Tensor] = {}
         self._position = {index: position for position, index in enumerate(plan.indices)}
 
     @property
@@ -127,8 +128,8 @@ class Bucket:
         return self.views[self._position[index]]
 
     def keep(self, index: int, grad: torch.Tensor) -> None:
-        """Let ``write_back`` put this gradient back if no rank used the parameter."""
-        self._kept[self._position[index]] = grad
+        """Let ``write_back`` put this result of an earlier pass back if no rank used the parameter."""
+        self._kept_results[self._position[index]] = local_tensor(grad)
 
     def start_pass(self, waiting: int) -> None:
         """Forget the previous pass; ``waiting`` is the number of parameters to wait for before the launch."""
@@ -136,7 +137,7 @@ class Bucket:
         self.waiting = waiting
         self.work = None
         self.missing = []
-        self._kept = {}
+        self._kept, self._kept_results = {}, {}
 
     @torch.no_grad()
     def collect(self, touched: bytearray, scale: float) -> None:
@@ -187,7 +188,16 @@ class Bucket:
             if is_used[position]:
                 set_local_grad(parameter, view)
             else:
-                parameter.grad = self._kept.get(position)
+                self._put_back(position, parameter, view)
+
+    @torch.no_grad()
+    def _put_back(self, position: int, parameter: torch.Tensor, view: torch.Tensor) -> None:
+        """Give a parameter that no rank used what it had: a result of an earlier pass stays known as one."""
+        result = self._kept_results.get(position)
+        if result is None:
+            parameter.grad = self._kept.get(position)
+        else:
+            set_local_grad(parameter, view.copy_(result))
 
     def _keep_untouched(
         self, grads: Sequence[torch.Tensor | None], is_grad: Sequence[bool], touched: bytearray
@@ -196,7 +206,10 @@ class Bucket:
             if not touched[index] and grads[position] is not None:
                 grad = self.parameters[position].grad
                 assert grad is not None
-                self._kept[position] = grad.clone() if is_grad[position] else grad
+                if is_grad[position]:
+                    self._kept_results[position] = local_tensor(grad).clone()
+                else:
+                    self._kept[position] = grad
 
     def _leave_held_buffer(self, grads: Sequence[torch.Tensor | None]) -> list[bool]:
         """Take another buffer if somebody holds this one; returns which gradients are our own views."""

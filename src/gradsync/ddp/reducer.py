@@ -215,6 +215,8 @@ class Reducer(ReducerSurface):
         ]
 
     def _register_hooks(self) -> None:
+        if self._is_detached:
+            return
         carries = self.settings.reduction is not Reduction.MEAN and self.sharding is None
         self._hooks.register(self.parameters, before_too=carries)
 
@@ -225,8 +227,8 @@ class Reducer(ReducerSurface):
 
     def attach(self) -> None:
         """Synchronise gradients again."""
-        self._register_hooks()
         self._is_detached = False
+        self._register_hooks()
 
     def inherit(self, other: "Reducer") -> None:
         """Remember which gradients another reducer of the same module has left unsynchronised."""
