@@ -143,12 +143,15 @@ class Reducer(ReducerSurface):
             self.sharding.check_members(named)
         touched_before = {id(p) for p, t in zip(self.parameters, self.touched, strict=True) if t}
         results = {**self._results(), **(new_results or {})}
+        sparse_results = {id(self.parameters[index]): grad for index, grad in self.sparse_results.items()}
         self.names = [name for name, _ in named]
         self.parameters = [p for _, p in named]
         sparse = self.watch.sparse_names()
         self.specs = [parameter_spec(name, local_tensor(p), name in sparse) for name, p in named]
         self.touched = bytearray(id(p) in touched_before for p in self.parameters)
-        self.sparse_results = {}
+        self.sparse_results = {
+            index: sparse_results[id(p)] for index, p in enumerate(self.parameters) if id(p) in sparse_results
+        }
         self._carried: dict[int, torch.Tensor] = {}
         self.watch.accept()
         self._register_hooks()
