@@ -102,7 +102,7 @@ _settings = settings(
 )
 
 
-@settings(_settings, max_examples=600)
+@settings(_settings, max_examples=150)
 @given(program=_programs(world=2))
 def test_two_ranks(ranks: RankPool, program: Program) -> None:
     assert_equal_replicas(ranks(train, program))

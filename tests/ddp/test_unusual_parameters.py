@@ -420,6 +420,23 @@ def _sparse_sum(rank: int, world: int) -> str:
     return digest(ddp.module)
 
 
+def _sums_carried_over_a_change(rank: int, world: int) -> str:
+    """Nothing is ever cleared, while the dense layer is frozen for a step: what is synchronised stays synchronised."""
+    ddp = DistributedDataParallel(_SparseTable(), reduction="sum")
+    reference = OneProcess(_SparseTable(), world)
+    for step in range(4):
+        for module in (ddp.module, reference.module):
+            module.a.requires_grad_(step != 1)
+        _other_rows(ddp, rank, step)
+        reference.run(_other_rows, step, 1)
+        assert_same_gradients(ddp.module, reference.module, f"step {step}")
+    return digest(ddp.module)
+
+
+def test_sums_carried_over_a_change(ranks: RankPool) -> None:
+    assert_equal_replicas(ranks(_sums_carried_over_a_change))
+
+
 def test_sums_of_sparse_gradients(ranks: RankPool) -> None:
     assert_equal_replicas(ranks(_sparse_sum))
 
