@@ -24,6 +24,10 @@ class Degrees:
         """Ranks of the run."""
         return self.data * self.tensor * self.pipeline
 
+    def data_rank(self, rank: int) -> int:
+        """Return which sequences a rank sees; neighbours share a replica's matrices, see ``mesh``."""
+        return rank // self.tensor % self.data
+
 
 def resolve_degrees(world: int, data: int | None, tensor: int, pipeline: int) -> Degrees:
     """Return the degrees that multiply to ``world``; ``data=None`` takes what the others leave.
@@ -36,9 +40,10 @@ def resolve_degrees(world: int, data: int | None, tensor: int, pipeline: int) ->
         given = "" if data is None else f"--dp {data} x "
         product = model if data is None else data * model
         wants = "a multiple of it" if data is None else "as many"
+        verb = "is" if world == 1 else "are"
         raise ConfigError(
-            f"{given}--tp {tensor} x --pp {pipeline} is {product}, which needs {wants} processes, and there "
-            f"{'is' if world == 1 else 'are'} {world}; with {world} there {'is' if world == 1 else 'are'} {_choices(world)}"
+            f"{given}--tp {tensor} x --pp {pipeline} is {product}, which needs {wants} processes, and there {verb} "
+            f"{world}; what works with {world}: {_choices(world)}"
         )
     return Degrees(world // model, tensor, pipeline)
 

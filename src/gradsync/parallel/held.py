@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from gradsync.model.layout import Layout
 from gradsync.parallel.mesh import Mesh
-from gradsync.parallel.pieces import Cut, chunk_of, cut_rectangle
+from gradsync.parallel.pieces import Cut, chunk_of, cut_rectangle, local_part
 from gradsync.parallel.tensor import tensor_dim
 
 _WRAPPERS = ("module", "_orig_mod")
@@ -87,6 +87,11 @@ def clip_global_norm(held: Iterable[Held], limit: float, device: torch.device) -
             if each.tensor.grad is not None:
                 _local_gradient(each.tensor).mul_(factor)
     return norm
+
+
+def local_shape(tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape of what this rank holds."""
+    return tuple(local_part(tensor).shape)
 
 
 def _local_gradient(parameter: Tensor) -> Tensor:

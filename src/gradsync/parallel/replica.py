@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gradsync.ddp.module import DistributedDataParallel
 from gradsync.model.gpt2 import GPT2, GPT2Config
-from gradsync.parallel.held import Held, clip_global_norm
+from gradsync.parallel.held import Held, clip_global_norm, held_whole
 from gradsync.parallel.mesh import Mesh
 from gradsync.parallel.stage import Stage
 from gradsync.parallel.vocabulary import Vocabulary
@@ -198,6 +198,13 @@ class Shared(Whole):
 
     def _spoken(self, loss: Tensor) -> Tensor:
         return loss if self.speaks else torch.zeros_like(loss)
+
+
+def replica_of(model: GPT2, data_rank: int = 0, data_world: int = 1) -> Whole:
+    """Return a bare model as one of several replicas that need no words with each other, to evaluate."""
+    replica = Whole(model, held_whole(model), nullcontext)
+    replica.data_rank, replica.data_world = data_rank, data_world
+    return replica
 
 
 def same_everywhere(tensor: Tensor, mesh: Mesh) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tensor parallelism: the matrices of a model cut among ranks that see the same data, by torch's ``parallelize_module``.
+"""Tensor parallelism: matrices cut among ranks that see the same data, by torch's ``parallelize_module``.
 
 Embedding and head are cut by rows of the vocabulary, so the logits are, too: the loss is taken without gathering them
 (torch's ``loss_parallel``). Activations between projections are whole and equal on all ranks, and so are the gradients
@@ -68,7 +68,7 @@ def cut_tensors(module: nn.Module, layout: Layout, mesh: DeviceMesh) -> None:
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(is_trained[name])  # older styles forget it
         if parameter.requires_grad and isinstance(parameter, DTensor):
-            parameter.register_hook(partial(_as_cut, parameter))
+            parameter.register_hook(partial(_as_cut, parameter))  # type: ignore[no-untyped-call]
 
 
 def tensor_dim(parameter: Tensor) -> int | None:
