@@ -73,10 +73,10 @@ def test_strategies_divide_what_they_say(folder):
         return dry_run(options_for(folder, width=64, layers=2, **options), world, "cpu")
 
     whole, zero, fsdp = lines(2), lines(2, strategy="zero"), lines(2, strategy="fsdp")
-    assert figure(zero, "parameters  ") == figure(whole, "parameters  ")
+    assert figure(zero, "parameters   ") == figure(whole, "parameters   ")
     assert figure(zero, "moments") == pytest.approx(figure(whole, "moments") / 2, abs=0.1)
-    assert figure(fsdp, "parameters  ") == pytest.approx(figure(whole, "parameters  ") / 2, abs=0.1)
+    assert figure(fsdp, "parameters   ") == pytest.approx(figure(whole, "parameters   ") / 2, abs=0.1)
     tensor, pipeline = lines(2, tp=2), lines(2, pp=2)
-    assert figure(tensor, "parameters  ") < 0.6 * figure(whole, "parameters  ")
-    assert figure(pipeline, "parameters  ") < 0.7 * figure(whole, "parameters  ")
+    assert figure(tensor, "parameters   ") < 0.6 * figure(whole, "parameters   ")
+    assert figure(pipeline, "parameters   ") < 0.7 * figure(whole, "parameters   ")
     assert "layout      2 process(es): ddp, 1 replica(s) x 1 share(s) x 2 stage(s)" in pipeline

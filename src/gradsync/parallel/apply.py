@@ -22,7 +22,7 @@ from gradsync.parallel.degrees import Degrees, Strategy, check_strategy
 from gradsync.parallel.fsdp import shard_parameters, without_reduction
 from gradsync.parallel.held import Held, held_in_mesh, held_whole, tensor_dims
 from gradsync.parallel.mesh import Mesh
-from gradsync.parallel.pipeline import Flow, InAutocast, Pipelined, check_pipeline, num_stages
+from gradsync.parallel.pipeline import Flow, Pipelined, check_pipeline, num_stages
 from gradsync.parallel.replica import Context, Replica, Shared, Whole
 from gradsync.parallel.stage import Stage, split_blocks
 from gradsync.parallel.tensor import CutVocabulary, check_tensor_degree, cut_tensors
@@ -100,17 +100,15 @@ def _divided(model: GPT2, wanted: Wanted, mesh: Mesh) -> Replica:
         if is_fully_sharded:
             shard_parameters(stage, stage.blocks, mesh.data)
         held.update(held_in_mesh(stage, dims, GPT2_LAYOUT, mesh, is_fully_sharded))
-        runnable.append(stage)
+        is_replicated = degrees.data > 1 and not is_fully_sharded
+        runnable.append(_data_parallel(stage, mesh) if is_replicated else stage)
     if degrees.pipeline > 1:
-        wrapped = [_in_pipeline(stage, wanted, mesh) for stage in stages]
-        return Pipelined(stages, wrapped, held, mesh, vocabulary, wanted.flow)
-    (stage,) = stages
-    replica = Shared(stage, held, wanted.training, mesh, vocabulary)
+        return Pipelined(stages, runnable, held, mesh, vocabulary, wanted.flow)
+    replica = Shared(stages[0], held, mesh, vocabulary)
     if is_fully_sharded:
-        return replica.wrapped_in(stage, partial(without_reduction, stage))
-    if degrees.data > 1:
-        ddp = _data_parallel(stage, mesh)
-        return replica.wrapped_in(ddp, ddp.no_sync)
+        return replica.wrapped_in(runnable[0], partial(without_reduction, runnable[0]))
+    if isinstance(runnable[0], DistributedDataParallel):
+        return replica.wrapped_in(runnable[0], runnable[0].no_sync)
     return replica
 
 
@@ -118,14 +116,8 @@ def _own_stages(model: GPT2, wanted: Wanted, mesh: Mesh) -> list[Stage]:
     degree = mesh.degrees.pipeline
     total = num_stages(wanted.flow.schedule, degree) if degree > 1 else 1
     parts = split_blocks(model.config.num_layers, total)
-    return [Stage(model, parts[index]).to(mesh.device) for index in range(mesh.pipeline_rank, total, degree)]
-
-
-def _in_pipeline(stage: Stage, wanted: Wanted, mesh: Mesh) -> nn.Module:
-    if wanted.strategy == "fsdp" and mesh.degrees.data > 1:
-        return stage
-    module = InAutocast(stage, wanted.training)
-    return _data_parallel(module, mesh) if mesh.degrees.data > 1 else module
+    own = range(mesh.pipeline_rank, total, degree)
+    return [Stage(model, parts[index], wanted.training).to(mesh.device) for index in own]
 
 
 def _data_parallel(module: nn.Module, mesh: Mesh) -> DistributedDataParallel:

@@ -29,7 +29,7 @@ from gradsync.model.gpt2 import GPT2Config
 from gradsync.parallel.degrees import PipelineSchedule
 from gradsync.parallel.held import Held, clip_global_norm
 from gradsync.parallel.mesh import Mesh
-from gradsync.parallel.replica import Context, MicroBatches, Replica, same_everywhere
+from gradsync.parallel.replica import MicroBatches, Replica, same_everywhere
 from gradsync.parallel.stage import Stage
 from gradsync.parallel.vocabulary import Vocabulary
 
@@ -89,7 +89,7 @@ class Pipelined(Replica):
         vocabulary: Vocabulary,
         flow: Flow,
     ) -> None:
-        """``runnable`` are the stages as they are trained: in autocast, compiled, wrapped."""
+        """``runnable`` are the stages as they are trained: wrapped."""
         self.config = stages[0].config
         self.held = held
         self.data_rank, self.data_world = mesh.data_rank, mesh.degrees.data
@@ -225,17 +225,3 @@ class Pipelined(Replica):
             if not stage.is_last:
                 dist.send(x.contiguous(), group=group, group_dst=after)
         return x if self._stages[-1].is_last else None
-
-
-class InAutocast(nn.Module):
-    """A stage that opens the training's context by itself, since a schedule calls it."""
-
-    def __init__(self, stage: nn.Module, training: Context) -> None:
-        super().__init__()
-        self.module = stage
-        self._training = training
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Run the stage."""
-        with self._training():
-            return self.module(x)  # type: ignore[no-any-return]

@@ -157,10 +157,8 @@ class Shared(Whole):
 
     is_collective = True
 
-    def __init__(
-        self, stage: Stage, held: dict[str, Held], training: Context, mesh: Mesh, vocabulary: Vocabulary
-    ) -> None:
-        super().__init__(stage, held, training)
+    def __init__(self, stage: Stage, held: dict[str, Held], mesh: Mesh, vocabulary: Vocabulary) -> None:
+        super().__init__(stage, held, nullcontext)  # a stage opens its context itself
         self._mesh = mesh
         self._vocabulary = vocabulary
         self.data_rank, self.data_world = mesh.data_rank, mesh.degrees.data
@@ -190,8 +188,7 @@ class Shared(Whole):
         return clip_global_norm(self.held.values(), limit, self._mesh.device)
 
     def _training_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        with self._training():
-            return self._vocabulary.summed_loss(self._wrapped(inputs), targets)
+        return self._vocabulary.summed_loss(self._wrapped(inputs), targets)
 
     def _losses(self) -> AbstractContextManager[None]:
         return self._vocabulary.losses()

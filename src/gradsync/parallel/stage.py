@@ -6,6 +6,10 @@ differs: a stage returns hidden states or logits, and what is made of the logits
 Shapes: B sequences, T tokens, C channels, V vocabulary with its padding (or this rank's columns of it).
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -15,12 +19,13 @@ from gradsync.model.gpt2 import GPT2
 
 
 class Stage(nn.Module):
-    """Blocks ``blocks`` of a model, whose modules it takes over."""
+    """Blocks ``blocks`` of a model, whose modules it takes over; its forward runs in ``context`` (autocast, say)."""
 
-    def __init__(self, model: GPT2, blocks: range) -> None:
+    def __init__(self, model: GPT2, blocks: range, context: Callable[[], AbstractContextManager[Any]]) -> None:
         super().__init__()
         whole = model.transformer
         self.config = model.config
+        self._context = context
         self.activation_checkpointing = model.activation_checkpointing
         self.is_first = blocks.start == 0
         self.is_last = blocks.stop == len(whole.h)
@@ -39,11 +44,12 @@ class Stage(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Token ids (B, T) or hidden states (B, T, C) -> hidden states (B, T, C) or logits (B, T, V)."""
-        if self.is_first:
-            x = self._embedded(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.activation_checkpointing else block(x)
-        return self.lm_head(self.transformer.ln_f(x)) if self.is_last else x  # type: ignore[operator, no-any-return]
+        with self._context():
+            if self.is_first:
+                x = self._embedded(x)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False) if self.activation_checkpointing else block(x)
+            return self.lm_head(self.transformer.ln_f(x)) if self.is_last else x  # type: ignore[operator, no-any-return]
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         if tokens.shape[1] > self.config.context:

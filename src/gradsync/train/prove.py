@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore
 
 from gradsync.comm.process import destroy_process_group, init_process_group
 from gradsync.ddp.sharded_optimizer import ZeroRedundancyOptimizer
@@ -122,10 +123,11 @@ def run_trainee(case: Case, subject: Subject, num_steps: int, device: torch.devi
     optimizer = _optimizer(case, trainee)
     losses, norms = [], []
     for step in range(num_steps):
-        total = torch.zeros((), dtype=torch.float64, device=device)
+        found: list[Tensor] = []
         parts = subject.parts(step, case, trainee.data_rank, device)
         with _late(case, trainee):
-            trainee.forward_backward(parts, subject.divisor, total.add_)
+            trainee.forward_backward(parts, subject.divisor, found.append)
+        total = found[0].detach().to(torch.float64)
         if case.world > 1:
             dist.all_reduce(total)
         losses.append(float(total) / subject.divisor)
@@ -213,7 +215,7 @@ def _group(case: Case, store: Path) -> Iterator[None]:
         return
     init_process_group(
         case.backend,
-        store=dist.FileStore(str(store), case.world),
+        store=FileStore(str(store), case.world),
         rank=int(os.environ["RANK"]),
         world_size=case.world,
         timeout=_TIMEOUT,

@@ -29,6 +29,7 @@ from gradsync.parallel.pipeline import Flow
 SEQUENCES = 16
 """Rows of the batch of one step; every case divides it evenly."""
 MICRO_BATCHES = 4
+_SCHEDULES: dict[str, PipelineSchedule] = {"GPipe": "gpipe", "1F1B": "1f1b", "interleaved 1F1B": "interleaved"}
 _SHAPE = GPT2Config(num_layers=4, num_heads=4, width=32, context=32, vocab_size=257)
 
 
@@ -70,7 +71,7 @@ def cases(backend: str, others: Sequence[str]) -> list[Case]:
         Case("tensor parallel", Degrees(1, 2), micro_batches=2),
         *(
             Case(f"pipeline, {name}", Degrees(1, 1, 2), schedule=schedule, micro_batches=MICRO_BATCHES)
-            for name, schedule in (("GPipe", "gpipe"), ("1F1B", "1f1b"), ("interleaved 1F1B", "interleaved"))
+            for name, schedule in _SCHEDULES.items()
         ),
         Case("DDP x tensor", Degrees(2, 2)),
         Case("DDP x pipeline", Degrees(2, 1, 2), micro_batches=MICRO_BATCHES),
