@@ -20,7 +20,7 @@ def test_units_in_the_last_place():
     one = torch.tensor([1.0])
     above = torch.nextafter(one, torch.tensor([2.0]))
     assert difference_of(above, one).ulps == 1
-    assert difference_of(torch.tensor([1e-45]), torch.tensor([-1e-45])).ulps == 2
+    assert difference_of(torch.tensor([1.0, 1e-7]), torch.tensor([1.0, -1e-7])).ulps == pytest.approx(1.68, abs=0.01)
     assert difference_of(one, one).absolute == 0.0
     assert difference_of(torch.tensor([float("nan")]), one).absolute == float("inf")
 
@@ -44,10 +44,8 @@ def test_one_process_is_the_plain_loop_to_the_last_bit():
 
 
 def _prove(rank, world, rows, model):
-    import os
     import sys
 
-    os.environ["RANK"] = str(rank)
     sys.path.insert(0, str(Path(__file__).parent))
     subject = GPTSubject() if model is None else UserSubject(model)
     traces = [run_trainee(row, subject, STEPS, CPU) for row in rows]
@@ -63,7 +61,7 @@ def rows_on(world, *names):
 
 def test_all_rows_on_two_processes_pass(ranks):
     findings = ranks(_prove, rows_on(2), None, timeout_s=90)[0]
-    assert len(findings) == 8
+    assert len(findings) == 9
     assert [finding for finding in findings if not finding.has_passed] == []
 
 

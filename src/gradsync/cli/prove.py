@@ -1,6 +1,8 @@
 """``gradsync prove``: a table that says, for every way of training, how far it is from one plain process."""
 
 import logging
+import os
+import pickle
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -20,6 +22,7 @@ _DESCRIPTION = (
     "parallel, their products, each backend) and compare losses, gradient norms and parameters with one plain process."
 )
 _MOST_PROCESSES = 4
+_BACKENDS = ("gloo", "shm", "nccl")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -42,6 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.nproc < 1 or options.steps < 1:
         raise ConfigError("--nproc and --steps must be at least 1")
     device_type = _device_type(options.device, options.nproc)
+    _check_choices(options)
     rows, left_out = _rows(options, device_type)
     findings = _prove(rows, options, device_type)
     _print(findings, options)
@@ -52,6 +56,21 @@ def main(arguments: Sequence[str]) -> int:
         print(f"FAILED {finding.case.name}: {_reason(finding)}")
     print(f"{len(findings) - len(failed)} of {len(findings)} rows passed")
     return EXIT_FAILED if failed else 0
+
+
+def _check_choices(options: Any) -> None:
+    """Refuse what no rank could work with, before any is started."""
+    if options.backend is not None:
+        from gradsync.comm.backends import choose_backend
+
+        if options.backend not in _BACKENDS:
+            raise ConfigError(f"--backend {options.backend} is unknown; there are {', '.join(_BACKENDS)}")
+        choose_backend(options.backend)
+    if options.model is not None:
+        from gradsync.train.prove_cases import UserSubject
+
+        sys.path.insert(0, os.getcwd())
+        UserSubject(options.model)
 
 
 def _device_type(wanted: str, nproc: int) -> str:
@@ -133,8 +152,6 @@ def _finished(rows: "list[Case]", folder: Path) -> "list[Finding]":
         path = result_file(folder, row)
         if not path.exists():
             break
-        import pickle
-
         findings.append(pickle.loads(path.read_bytes()))
     return findings
 
@@ -160,7 +177,7 @@ def _print(findings: "list[Finding]", options: Any) -> None:
 
 
 def _cells(difference: "Difference") -> list[str]:
-    return [f"{difference.absolute:.1e}" if difference.absolute else "0", f"{difference.ulps:,}"]
+    return [f"{difference.absolute:.1e}" if difference.absolute else "0", f"{difference.ulps:.1f}"]
 
 
 def _reason(finding: "Finding") -> str:

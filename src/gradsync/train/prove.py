@@ -52,10 +52,13 @@ class Trace:
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference, in absolute terms and in units in the last place of float32."""
+    """The largest difference, in absolute terms and in units in the last place of the tensor's largest value.
+
+    Of each value's own last place a sum that ends near zero would be millions away, and say nothing.
+    """
 
     absolute: float = 0.0
-    ulps: int = 0
+    ulps: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -164,16 +167,11 @@ def difference_of(found: Tensor, expected: Tensor) -> Difference:
     if found.numel() == 0:
         return Difference()
     absolute = float((found.double() - expected.double()).abs().max())
-    if not found.dtype.is_floating_point or found.dtype != torch.float32:
-        return Difference(absolute, 0)
-    ulps = int((_order(found) - _order(expected)).abs().max())
-    return Difference(absolute if math.isfinite(absolute) else math.inf, ulps)
-
-
-def _order(values: Tensor) -> Tensor:
-    """Return integers that count the float32 numbers, so that neighbours differ by one."""
-    bits = values.contiguous().view(torch.int32).long()
-    return torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+    if not math.isfinite(absolute):
+        return Difference(math.inf, math.inf)
+    largest = expected.abs().max().float()
+    ulp = float(torch.nextafter(largest, torch.tensor(math.inf)) - largest)
+    return Difference(absolute, absolute / ulp)
 
 
 def _is_close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
@@ -251,8 +249,8 @@ def _gather(case: Case, trainee: Trainee, losses: list[float], norms: list[float
     if case.world > 1:
         everyone = [None] * case.world
         dist.all_gather_object(everyone, own)
-    if int(os.environ.get("RANK", "0")) != 0:
-        return None
+        if dist.get_rank() != 0:
+            return None
     names = {name: None for part in everyone for name in part}
     whole = {name: assembled([part[name] for part in everyone if name in part]) for name in names}
     return Trace(losses, norms, whole)
