@@ -26,7 +26,7 @@ class ParameterHooks:
     def __init__(self, receiver: GradientReceiver) -> None:
         self._receiver = weakref.ref(receiver)
         self._handles: list[Any] = []
-        self._after: list[tuple[torch.Tensor, int]] = []
+        self._after: list[tuple[dict[int, Any], int]] = []
         weakref.finalize(receiver, _remove, self._handles).atexit = False
 
     def register(self, parameters: Sequence[torch.Tensor], before_too: bool) -> None:
@@ -35,7 +35,7 @@ class ParameterHooks:
         for index, parameter in enumerate(parameters):
             handle = parameter.register_post_accumulate_grad_hook(self._after_hook(index))  # type: ignore[no-untyped-call]
             self._handles.append(handle)
-            self._after.append((parameter, handle.id))
+            self._after.append((parameter._post_accumulate_grad_hooks, handle.id))
             if before_too:
                 self._handles.append(parameter.register_hook(self._before_hook(index)))  # type: ignore[no-untyped-call]
 
@@ -46,9 +46,8 @@ class ParameterHooks:
 
     def come_last(self) -> None:
         """Let hooks that the user has set since run before ours: they may change the gradient, and must see it."""
-        for parameter, key in self._after:
-            hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks
-            if len(hooks) > 1:
+        for hooks, key in self._after:
+            if len(hooks) > 1 and key in hooks:
                 hooks[key] = hooks.pop(key)  # autograd goes by the order of insertion
 
     def _after_hook(self, index: int) -> Callable[[torch.Tensor], None]:

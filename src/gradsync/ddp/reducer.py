@@ -62,6 +62,7 @@ from gradsync.ddp.control import (
     ControlWords,
     RankState,
     Slot,
+    Words,
     num_words,
     read_words,
     split_weight,
@@ -212,7 +213,7 @@ class Reducer(ReducerSurface):
                 self.specs,
                 [self.parameters[i] for i in bucket_plan.indices],
                 words if self._words_ride and bucket_plan is plan.buckets[-1] else 0,
-                self.settings.allocate,
+                self.groups.allocate,
             )
             for number, bucket_plan in enumerate(plan.buckets)
         ]
@@ -378,7 +379,7 @@ class Reducer(ReducerSurface):
             elif self.sharding is not None:
                 self.sharding.launch(bucket)
             else:
-                bucket.work = self.group.allreduce([bucket.buffer.whole])
+                bucket.work = self.groups.sum_bucket(bucket.buffer.whole)
         except BaseException as error:
             self.fail(error)
             raise
@@ -455,14 +456,14 @@ class Reducer(ReducerSurface):
             self._collect(last)
         if self._words_ride:
             assert last is not None
-            self._write_words(last.buffer.tail, state)
+            self._write_words(last.buffer.words, state)
             self._start(last)
         else:
             if last is not None:
                 self._start(last)
             assert self._words is not None
-            self._write_words(self._words, state)
-            self._words_work = self.control_group.allreduce([self._words])
+            self._write_words(self._words.numpy(), state)
+            self._words_work = self.groups.sum_words(self._words)
         self.gradient_weight = 0.0
 
     def _put_converted_aside(self) -> None:
@@ -475,7 +476,7 @@ class Reducer(ReducerSurface):
                 self._converted[id(parameter)] = parameter.grad
                 parameter.grad = None
 
-    def _write_words(self, target: torch.Tensor, state: RankState) -> None:
+    def _write_words(self, target: Words, state: RankState) -> None:
         high, low = split_weight(self.gradient_weight)
         slot = Slot(
             state=state,
@@ -487,12 +488,12 @@ class Reducer(ReducerSurface):
         )
         write_words(target, self._used(), self._late, slot, self.rank, len(self.specs))
 
-    def _used(self) -> list[int]:
-        """Parameters with a contribution; a touched one whose gradient the user has dropped since has none."""
+    def _used(self) -> list[int] | None:
+        """Parameters with a contribution, None if all have one; a touched one whose gradient is gone has none."""
         missing = {index for bucket in self.buckets for index in bucket.missing} - self._late
         missing.update(index for index in self.plan.sparse if self.parameters[index].grad is None)
-        if not missing and all(self.touched):
-            return list(range(len(self.specs)))
+        if not missing and 0 not in self.touched:
+            return None
         return [index for index, touched in enumerate(self.touched) if touched and index not in missing]
 
     def _finish(self, learns: bool = False, joined: bool = False) -> None:
@@ -534,10 +535,10 @@ class Reducer(ReducerSurface):
             else:
                 bucket.work.wait()
         if self._words_ride:
-            return read_words(self.buckets[-1].buffer.tail, len(self.specs))
+            return read_words(self.buckets[-1].buffer.words, len(self.specs))
         assert self._words is not None
         self._words_work.wait()
-        return read_words(self._words, len(self.specs))
+        return read_words(self._words.numpy(), len(self.specs))
 
     def _check(self, words: ControlWords) -> None:
         """Raise, on all ranks alike, if the ranks were not in the same pass of the same plan."""
@@ -575,7 +576,7 @@ class Reducer(ReducerSurface):
             self.hook.launch(extra, is_last=False)
             self.hook.wait(extra, names)
         else:
-            self.group.allreduce([extra.buffer.whole]).wait()
+            self.groups.sum_bucket(extra.buffer.whole).wait()
 
     def _divide(self, words: ControlWords) -> None:
         """Apply what only the control words could tell: the total weight, or the number of ranks with a batch."""
@@ -601,7 +602,7 @@ class Reducer(ReducerSurface):
         return 1.0
 
     def _write_back(self, words: ControlWords) -> None:
-        all_used = min(words.used, default=1) > 0
+        all_used = words.num_used_least > 0
         for bucket in self.buckets:
             for index in bucket.plan.indices if self._carried else ():
                 carried = self.take_carried(index)
