@@ -50,7 +50,7 @@ class _GatheredSum:
             return
         self._work.wait()
         self._work = None
-        first, second, *rest = self._gathered.split(self._flat.numel())
+        first, second, *rest = self._gathered.view(-1, self._flat.numel()).unbind()
         torch.add(first, second, out=self._flat)
         for row in rest:
             self._flat.add_(row)
