@@ -225,7 +225,7 @@ class Reducer(Planned, ReducerSurface):
             elif self.sharding is not None:
                 self.sharding.launch(bucket)
             else:
-                bucket.work = self.groups.sum_bucket(bucket.buffer.whole)
+                bucket.work = self.groups.sum_bucket(bucket.buffer.whole, bucket is self.buckets[-1])
         except BaseException as error:
             self.fail(error)
             raise
@@ -447,7 +447,7 @@ class Reducer(Planned, ReducerSurface):
             self.hook.launch(extra, is_last=False)
             self.hook.wait(extra, names)
         else:
-            self.groups.sum_bucket(extra.buffer.whole).wait()
+            self.groups.sum_bucket(extra.buffer.whole, True).wait()
 
     def _divide(self, words: ControlWords) -> None:
         """Apply what only the control words could tell: the total weight, or the number of ranks with a batch."""
