@@ -217,6 +217,7 @@ class DistributedDataParallel(TorchSurface):
             self._is_active = True
             guard.watch(self.reducer)
         self._start_surface()
+        self._look_for_duties()
 
     @property
     def _state_group(self) -> Any:
@@ -229,6 +230,8 @@ class DistributedDataParallel(TorchSurface):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; synchronise buffers before it where they are due, and watch its outputs for backward."""
+        if self._is_transparent:
+            return self._modules["module"](*inputs, **kwargs)  # type: ignore[misc]
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)
         return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
 
@@ -299,7 +302,7 @@ class DistributedDataParallel(TorchSurface):
         Once a window where forwards run without synchronisation, since their number may differ between ranks;
         before every forward elsewhere.
         """
-        if not (self.forward_sync_buffers and self.require_forward_param_sync and self._watch.buffers()):
+        if not (self.forward_sync_buffers and self.require_forward_param_sync and self._watch.has_buffers()):
             return False
         if not self._is_active:
             return hasattr(self, "buffer_hook")
@@ -445,6 +448,12 @@ class DistributedDataParallel(TorchSurface):
         if not self._is_active:
             self.reducer.attach()
             self._is_active = True
+        self._look_for_duties()
+
+    def _look_for_duties(self) -> None:
+        """A lone rank's wrapper that neither casts, moves nor hooks anything costs nothing."""
+        has_duties = self._is_active or self.mixed_precision or self.device_ids or "buffer_hook" in self.__dict__
+        self._is_transparent = not has_duties
 
     # ------------------------------------------------------------- uneven inputs
 

@@ -46,9 +46,10 @@ from gradsync.ddp.agreement import (
     NamedParameter,
     change_digest,
     check_abandoned,
-    check_same_change,
     check_same_hook,
     check_same_pass,
+    is_same_change,
+    raise_other_change,
 )
 from gradsync.ddp.backward import is_accumulating
 from gradsync.ddp.bucket import Bucket, local_grad, local_tensor
@@ -413,10 +414,12 @@ class Reducer(Planned, ReducerSurface):
 
     def _check(self, words: ControlWords) -> None:
         """Raise, on all ranks alike, if the ranks were not in the same pass of the same plan."""
-        mine = self._change if self._change is not None else list(zip(self.names, self.parameters, strict=True))
         try:
             check_abandoned(words.slots, self.rank, self.num_passes)
-            check_same_change(words.slots, mine, self.control_group)
+            if not is_same_change(words.slots):
+                raise_other_change(
+                    self._change or list(zip(self.names, self.parameters, strict=True)), self.control_group
+                )
         except ContractError:
             self._drop_gradients()
             raise
