@@ -417,9 +417,8 @@ class Reducer(Planned, ReducerSurface):
         try:
             check_abandoned(words.slots, self.rank, self.num_passes)
             if not is_same_change(words.slots):
-                raise_other_change(
-                    self._change or list(zip(self.names, self.parameters, strict=True)), self.control_group
-                )
+                planned = list(zip(self.names, self.parameters, strict=True))
+                raise_other_change(planned if self._change is None else self._change, self.control_group)
         except ContractError:
             self._drop_gradients()
             raise
