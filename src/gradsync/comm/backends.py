@@ -32,15 +32,8 @@ def choose_backend(
     Raises:
         ConfigError: the requested backend is not built into this torch.
     """
-    if requested == "mpi" and not dist.is_mpi_available():
-        requested = mpi.NAME  # torch's wheels come without MPI
     if requested not in ("auto", None):
-        _check_available(requested)
-        if requested == mpi.NAME:
-            mpi.register()
-        if "shm" in requested:
-            shm.register()
-        return BackendChoice(requested, "asked for")
+        return _take(requested)
     if torch.cuda.is_available() and device_type != "cpu":
         if dist.is_nccl_available():
             return BackendChoice("nccl", f"{torch.cuda.device_count()} CUDA device(s)")
@@ -48,6 +41,21 @@ def choose_backend(
     if launcher == "mpiexec" and mpi.is_available() is None:
         mpi.register()
         return BackendChoice(mpi.NAME, "CPU ranks that mpiexec has started")
+    return _choose_for_cpu(on_one_host)
+
+
+def _take(requested: str) -> BackendChoice:
+    if requested == "mpi" and not dist.is_mpi_available():
+        requested = mpi.NAME  # torch's wheels come without MPI
+    _check_available(requested)
+    if requested == mpi.NAME:
+        mpi.register()
+    if "shm" in requested:
+        shm.register()
+    return BackendChoice(requested, "asked for")
+
+
+def _choose_for_cpu(on_one_host: bool) -> BackendChoice:
     if not dist.is_gloo_available():
         raise ConfigError(f"no backend for CPU tensors: this torch ({torch.__version__}) is built without gloo")
     if not on_one_host:
