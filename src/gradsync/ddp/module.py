@@ -7,7 +7,7 @@ the same name; the less used part of that surface is in ``surface``. How a pass 
 import contextlib
 import copy
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -61,7 +61,9 @@ class DistributedDataParallel(TorchSurface):
         broadcast_buffers: deprecated spelling of ``forward_sync_buffers``.
         init_sync: compare the models of all ranks at construction and start them from rank 0's values.
         process_group: the ranks that hold replicas; the default group if None.
-        bucket_cap_mb: size limit of a bucket in MiB; None means 1 MiB for the first and 25 MiB for the others.
+        bucket_cap_mb: size limit of a bucket in MiB; None means 1 MiB for the first and 25 MiB for the others. "auto":
+            measure during the first passes when gradients arrive and what the link costs, and then cut the buckets
+            so that the last one is done as early as possible.
         find_unused_parameters: accepted; unused parameters need no flag.
         check_reduction: deprecated, without effect.
         gradient_as_bucket_view: accepted; gradients are views of the buckets, and a gradient that is still held
@@ -96,7 +98,7 @@ class DistributedDataParallel(TorchSurface):
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: Any = None,
-        bucket_cap_mb: float | None = None,
+        bucket_cap_mb: float | Literal["auto"] | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
@@ -156,7 +158,11 @@ class DistributedDataParallel(TorchSurface):
                 "mixed_precision": str(mixed_precision),
             },
         )
-        self._settings = Settings(caps_from_mib(bucket_cap_mb, bucket_cap_mb_list), Reduction(reduction))
+        self._settings = Settings(
+            caps_from_mib(bucket_cap_mb, bucket_cap_mb_list),
+            Reduction(reduction),
+            tunes_buckets=bucket_cap_mb == "auto",
+        )
         self.bucket_bytes_cap_list = [int(cap * MIB) for cap in bucket_cap_mb_list or ()]
         self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
         self.broadcast_bucket_size = BROADCAST_BUCKET_BYTES

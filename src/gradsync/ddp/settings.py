@@ -22,3 +22,5 @@ class Settings:
 
     caps_bytes: Sequence[float]
     reduction: Reduction = Reduction.MEAN
+    tunes_buckets: bool = False
+    """Whether the plan is to be fitted to the link once it is known when gradients arrive."""
