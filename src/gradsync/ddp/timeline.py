@@ -37,6 +37,8 @@ class Phase(enum.StrEnum):
 LOCAL_PHASES = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 """Those that the ranks tell each other the length of."""
 
+Telemetry = tuple[tuple[float, ...], ...]
+"""Every rank's seconds in each of the ``LOCAL_PHASES``."""
 Spans = list[tuple[Phase, int, int]]
 
 
@@ -50,6 +52,7 @@ class RawPass:
     is_exact: bool
     spans: Spans = field(default_factory=list)
     ended_ns: int = 0
+    telemetry: Telemetry = ()
     ready: list[int] = field(default_factory=list)
     launched: list[int] = field(default_factory=list)
     done: list[int] = field(default_factory=list)
@@ -66,9 +69,8 @@ class Timeline:
 
     def __init__(self) -> None:
         self.passes: deque[RawPass] = deque(maxlen=_KEPT_PASSES)
-        self.telemetry: deque[tuple[tuple[float, ...], ...]] = deque(maxlen=_KEPT_PASSES)
-        """Of each pass every rank's seconds in the ``LOCAL_PHASES``."""
-        self.is_exact = False
+        self.recorded: list[RawPass] = []
+        self._num_to_record = 0
         self._mark = 0
         self._spans: Spans = []
         self._backward_began = 0
@@ -76,10 +78,11 @@ class Timeline:
         self._pass: RawPass | None = None
         self._works: list[Any] = []
 
-    def keep(self, num_passes: int) -> None:
-        """Keep this many passes from now on."""
-        self.passes = deque(self.passes, maxlen=num_passes)
-        self.telemetry = deque(self.telemetry, maxlen=num_passes)
+    def record(self, num_passes: int) -> None:
+        """Record the next passes exactly, and keep them in ``recorded``; 0 stops."""
+        if num_passes:
+            self.recorded = []
+        self._num_to_record = num_passes
 
     # ------------------------------------------------------------- the user's loop
 
@@ -124,7 +127,7 @@ class Timeline:
         self._begin_backward(now)
         began = self._spans[0][1] if self._spans else now
         self._works = [None] * num_buckets
-        self._pass = RawPass(number, began, num_buckets, self.is_exact)
+        self._pass = RawPass(number, began, num_buckets, self._num_to_record > 0)
 
     def bucket_ready(self, number: int) -> None:
         """The last gradient that this bucket waits for has arrived."""
@@ -162,21 +165,24 @@ class Timeline:
         assert self._pass is not None
         self._pass.wait_ended[number] = perf_counter_ns()
 
-    def pass_ends(self, telemetry: tuple[tuple[float, ...], ...]) -> None:
+    def pass_ends(self, telemetry: Telemetry) -> None:
         """The gradients are in place; ``telemetry`` is what the ranks have told of this window."""
         current = self._pass
         if current is None:
             return
         now = perf_counter_ns()
         self._spans.append((Phase.FINISH, self._mark, now))
-        current.spans, current.ended_ns = self._spans, now
+        current.spans, current.ended_ns, current.telemetry = self._spans, now, telemetry
         self.passes.append(current)
-        self.telemetry.append(telemetry)
+        if current.is_exact and self._num_to_record:
+            self.recorded.append(current)
+            self._num_to_record -= 1
         self._start_window(now)
 
-    def pass_fails(self) -> None:
-        """Forget the running pass."""
-        self._start_window(perf_counter_ns())
+    def pass_is_over(self) -> None:
+        """Forget the running pass, if it has not ended well."""
+        if self._pass is not None:
+            self._start_window(perf_counter_ns())
 
     def local_times(self) -> tuple[float, ...]:
         """Return the seconds of this window in each of the ``LOCAL_PHASES``; to be asked after ``local_ends``."""

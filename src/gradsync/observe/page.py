@@ -6,8 +6,9 @@ script draws them. Nothing is fetched, and nothing in a run (a sample, a path) c
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from html import escape
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,12 @@ def render(runs: Sequence[RunReport]) -> str:
     return fill("page.html", {_PLACE: as_script_data([asdict(run) for run in runs])})
 
 
+def render_recording(recording: Mapping[str, Any], name: str) -> str:
+    """Return a page about a recording alone (see ``trace``)."""
+    title = escape(f"{name}: a few steps of {len(recording['ranks'])} rank(s)")
+    return fill("timeline.html", {"/*TITLE*/": title, _PLACE: as_script_data(recording)})
+
+
 def as_script_data(data: Any) -> str:
     """Return data as JSON that can stand inside a script element, where only these could end it or begin a comment."""
     text = json.dumps(data, allow_nan=False)
@@ -64,9 +71,14 @@ def as_script_data(data: Any) -> str:
 
 def fill(template: str, places: dict[str, str]) -> str:
     """Return a page of this package with the shared drawings, and with each place in it replaced."""
-    values = {"/*TIMELINE CSS*/": _resource("timeline.css"), "/*TIMELINE JS*/": _resource("timeline.js"), **places}
+    shared = {
+        "/*BASE CSS*/": "base.css",
+        "/*TIMELINE CSS*/": "timeline.css",
+        "/*TIMELINE JS*/": "timeline.js",
+    }
+    values = {**{place: _resource(name) for place, name in shared.items()}, **places}
     page = _resource(template)
-    assert all(page.count(place) == 1 for place in places)
+    assert all(place in page for place in places)
     # in one go: what is put in is not searched for places again
     return re.sub("|".join(map(re.escape, values)), lambda found: values[found[0]], page)
 

@@ -3,20 +3,20 @@
 const TIMELINE_WORDS = {
   en: {
     rank: "rank", optimizer: "optimizer", data: "data", forward: "forward and loss", backward: "backward",
-    finish: "end of the pass", wait: "waiting", hidden: "all-reduce, hidden under computation", exposed: "all-reduce, exposed: the rank waits",
-    bucket: "bucket", ready: "ready", launched: "launched", done: "done", waited: "waited", pass: "pass", whole: "whole step", zoom: "backward only",
-    gradient: "a gradient arrives", holds: "holds", parameters: "parameters", touch: "Touch or point at a bar to read its times.",
-    carries: "carries", backend: "backend", ranks: "ranks", none: "–",
+    finish: "end of the pass", hidden: "all-reduce, hidden under computation", exposed: "all-reduce, exposed: the rank waits",
+    bucket: "bucket", ready: "ready", launched: "launched", done: "done", waited: "waited", pass: (number) => `pass ${number}`, choose: "pass", zoom: "backward only",
+    holds: "holds", parameters: "parameters", touch: "Touch or point at a bar to read its times.",
+    carries: "carries", backend: "backend", ranks: "ranks",
   },
   zh: {
-    rank: "进程", optimizer: "优化器", data: "等数据", forward: "前向与损失", backward: "反向",
-    finish: "收尾", wait: "等待", hidden: "all-reduce，被计算掩盖", exposed: "all-reduce，暴露在外：进程在等",
-    bucket: "桶", ready: "就绪", launched: "发出", done: "完成", waited: "等待", pass: "第几次同步", whole: "整步", zoom: "只看反向",
-    gradient: "一个梯度到达", holds: "装着", parameters: "个参数", touch: "点按或指向色条可读出时间。",
-    carries: "承载", backend: "后端", ranks: "进程", none: "–",
+    rank: "rank", optimizer: "优化器", data: "等数据", forward: "前向与损失", backward: "反向",
+    finish: "收尾", hidden: "all-reduce，被计算掩盖", exposed: "all-reduce，暴露在外：进程在等",
+    bucket: "桶", ready: "就绪", launched: "发出", done: "完成", waited: "等待", pass: (number) => `第 ${number} 次同步`, choose: "同步的序号", zoom: "只看反向",
+    holds: "装着", parameters: "个参数", touch: "点按或指向色条可读出时间。",
+    carries: "承载", backend: "后端", ranks: "进程",
   },
 };
-const PHASE_COLOURS = {optimizer: "var(--c3)", data: "var(--c4)", forward: "var(--c2)", backward: "var(--c0)", finish: "var(--grid)"};
+const PHASE_COLOURS = {optimizer: "var(--c3)", data: "var(--c4)", forward: "var(--c2)", backward: "var(--c0)", finish: "var(--line)"};
 
 const timelineWords = () => TIMELINE_WORDS[document.documentElement.lang] ?? TIMELINE_WORDS.en;
 
@@ -107,13 +107,13 @@ function drawTimeline(place, recording, options = {}) {
   const box = node("div", {class: "timeline"}), header = node("header"), read = node("div", {class: "read"}, words.touch);
   const label = node("span"), zoom = node("input", {type: "checkbox"});
   if (numPasses > 1 && !options.isFixed) {
-    const slider = node("input", {type: "range", min: 0, max: numPasses - 1, value: index, "aria-label": words.pass});
+    const slider = node("input", {type: "range", min: 0, max: numPasses - 1, value: index, "aria-label": words.choose});
     slider.addEventListener("input", () => { index = Number(slider.value); draw(width); });
     header.append(node("label", {}, slider, " "), label);
   } else header.append(label);
   zoom.addEventListener("change", () => { isZoomed = zoom.checked; draw(width); });
   header.append(node("label", {}, zoom, ` ${words.zoom}`));
-  const keys = [...["optimizer", "data", "forward", "backward"].map((phase) => [PHASE_COLOURS[phase], words[phase]]), ["var(--c5)", words.hidden], ["var(--c1)", words.exposed]];
+  const keys = [...["optimizer", "data", "forward", "backward"].map((phase) => [PHASE_COLOURS[phase], words[phase]]), ["var(--c5)", words.hidden], ["var(--c1)", words.exposed], [PHASE_COLOURS.finish, words.finish]];
   const legend = node("ul", {class: "keys"}, ...keys.map(([colour, text]) => node("li", {}, node("span", {class: "swatch", style: `background:${colour}`}), text)));
   box.append(header, read, legend);
   place.append(box);
@@ -139,7 +139,7 @@ function drawTimeline(place, recording, options = {}) {
     box.querySelector("svg")?.remove();
     box.insertBefore(image, read);
     sayOnTouch(image, read);
-    label.textContent = `${words.pass} ${lanes[0].record.number}`;
+    label.textContent = words.pass(lanes[0].record.number);
   }
 
   function drawLane(image, lane, top, x, rowHeight) {

@@ -21,7 +21,9 @@ def render_trace(recording: Recording) -> str:
 
 def chrome_trace(recording: Recording) -> dict[str, Any]:
     """Return the trace as an object of the Chrome trace format; times are microseconds on rank 0's clock."""
-    origin_s = min((p["began_s"] + rank["offset_s"] for rank in recording["ranks"] for p in rank["passes"]), default=0.0)
+    origin_s = min(
+        (p["began_s"] + rank["offset_s"] for rank in recording["ranks"] for p in rank["passes"]), default=0.0
+    )
     events: list[Event] = []
     for rank in recording["ranks"]:
         events += _lane_of(rank)
