@@ -46,7 +46,9 @@ class FiniteCheck:
         bad = [
             position
             for positions in by_device.values()
-            for position, good in zip(positions, torch.stack([self._seen[p][1] for p in positions]).tolist(), strict=True)
+            for position, good in zip(
+                positions, torch.stack([self._seen[p][1] for p in positions]).tolist(), strict=True
+            )
             if not good
         ]
         return self._seen[min(bad)][0] + 1 if bad else 0
@@ -68,12 +70,10 @@ def check_finite(
     found = {r: int(slot.non_finite) - 1 for r, slot in enumerate(slots) if slot.non_finite}
     if not found:
         return
-    places = "; ".join(
-        f"rank {r}: {names[index]!r} ({_bucket(bucket_of[index])})" for r, index in found.items()
-    )
+    places = "; ".join(f"rank {r}: {names[index]!r} ({_bucket(bucket_of[index])})" for r, index in found.items())
     raise NonFiniteError(
-        f"rank {rank}: gradients are infinite or not a number in pass {pass_number}, before they were averaged. First in "
-        f"backward on {places}. The gradients of this pass were dropped on all ranks; look at the batch and the layers "
+        f"rank {rank}: gradients are infinite or not a number in pass {pass_number}, before they were averaged; first "
+        f"in backward: {places}. The gradients of this pass were dropped on all ranks; look at the batch and the layers "
         f"after that parameter on the rank named, lower the learning rate, or skip the step by catching this error"
     )
 

@@ -1,4 +1,4 @@
-"""Equal replicas, checked every so often inside the control words: a word a rank, at the cost of reading the parameters.
+"""Equal replicas, checked every so often inside the control words: one word a rank, and a look at the parameters.
 
 Each rank writes a digest of its parameters into its slot. If they differ, and only then, the ranks tell each other
 one digest a parameter, and all raise the same error in the same pass.
@@ -65,8 +65,8 @@ class ReplicaCheck:
             different = [str(rank) for rank, value in enumerate(values) if value != values[0]]
             if different:
                 return (
-                    f"the replicas differ: {name!r} has other values on rank(s) {', '.join(different)} than on rank 0 in "
-                    f"pass {pass_number}{last}. Something changed it on one rank alone: an optimizer that steps there "
+                    f"the replicas differ: {name!r} has other values on rank(s) {', '.join(different)} than on rank 0 "
+                    f"in pass {pass_number}{last}. Something changed it on one rank alone: an optimizer that steps there "
                     f"only or with other settings, a write into a parameter, broken memory. sync_parameters() on all "
                     f"ranks gives them rank 0's values; DistributedDataParallel(..., check_replicas_every=0) if "
                     f"replicas are meant to differ"

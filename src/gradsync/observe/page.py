@@ -7,7 +7,7 @@ script draws them. Nothing is fetched, and nothing in a run (a sample, a path) c
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -35,6 +35,8 @@ class RunReport:
     starts: list[dict[str, Any]]
     skipped: list[int]
     timeline: dict[str, Any] | None = None
+    late: list[tuple[int, int, str, float]] = field(default_factory=list)
+    """When a rank held the others up: step, rank, phase, seconds a step."""
 
 
 def read_run(folder: Path, name: str, config: dict[str, Any]) -> RunReport:
@@ -49,6 +51,11 @@ def read_run(folder: Path, name: str, config: dict[str, Any]) -> RunReport:
         starts=_json_lines(folder / "starts.jsonl"),
         skipped=[record["step"] for record in records if record.get("skipped")],
         timeline=_timeline(folder / TIMELINE_FILE),
+        late=[
+            (record["step"], late["rank"], late["phase"], late["delay_s"])
+            for record in records
+            if (late := record.get("late"))
+        ],
     )
 
 

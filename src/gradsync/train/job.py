@@ -37,6 +37,7 @@ from gradsync.train.ranks import Ranks, together
 from gradsync.train.runfolder import RunFolder
 from gradsync.train.sample import SampleOptions, stream_text
 from gradsync.train.trainer import Outcome, Parts, Trainer
+from gradsync.train.watching import NoWatch, Watch, watch_of
 
 
 @dataclass(frozen=True)
@@ -64,17 +65,21 @@ class Job:
         self._modes = Modes(config.dtype, place.device, config.compile)
         self._peak_flops = peak_flops(_device_name(place.device), self._modes.dtype_name)
         self._sinks: list[Sink] = []
+        self._watch: Watch = NoWatch()
 
     def run(self) -> Outcome:
         """Train, from the start or from the newest intact checkpoint; all ranks together."""
         self._checkpoints.clean()
-        model, accumulate = _wrap(self._material.model, self._place.ranks.world)
+        model, accumulate = _wrap(self._material.model, self._place.ranks.world, self._config.check_replicas_every)
+        self._watch = watch_of(model, self._config, self._folder.path, self.note)
         step = self._restore() if self._config.resume else 0
         self._open_records(step)
         self._announce()
         self._place.view.begin(step, self._config.steps)
         try:
-            return Trainer(self._config, self._parts(model, accumulate), self, step).run()
+            outcome = Trainer(self._config, self._parts(model, accumulate), self, step).run()
+            self._watch.finish()
+            return outcome
         finally:
             self._writer.abandon()
             for sink in self._sinks:
@@ -139,6 +144,7 @@ class Job:
     def tell(self, record: StepRecord) -> None:
         """Keep and show a finished step."""
         self._writer.poll()
+        record = replace(record, late=self._watch.step(record.step))
         if self._peak_flops is not None:
             flops = record.tokens_per_s * self._material.model.estimate_flops_per_token()
             record = replace(record, mfu=flops / (self._peak_flops * self._place.ranks.world))
@@ -248,13 +254,15 @@ class Job:
         return resident_bytes()
 
 
-def _wrap(model: nn.Module, world: int) -> tuple[nn.Module, Callable[[], AbstractContextManager[Any]]]:
+def _wrap(
+    model: nn.Module, world: int, check_replicas_every: int
+) -> tuple[nn.Module, Callable[[], AbstractContextManager[Any]]]:
     """Return the model as the ranks train it, and the context in which gradients stay local."""
     if world == 1:
         return model, nullcontext
     from gradsync.ddp.module import DistributedDataParallel
 
-    wrapped = DistributedDataParallel(model, reduction="sum")
+    wrapped = DistributedDataParallel(model, reduction="sum", check_replicas_every=check_replicas_every)
     return wrapped, wrapped.no_sync
 
 

@@ -25,7 +25,7 @@ from gradsync.observe.records import StepRecord
 from gradsync.train.config import TrainConfig
 from gradsync.train.interrupt import StopReason, StopRequests
 from gradsync.train.modes import Modes
-from gradsync.train.nonfinite import explain, find_sequences
+from gradsync.train.nonfinite import explain, find_parameter, find_sequences
 from gradsync.train.optim import Schedule, set_lr
 from gradsync.train.ranks import Ranks
 from gradsync.train.vote import StepVote, Verdict
@@ -168,13 +168,19 @@ class Trainer:
         parts = self._parts
         with parts.modes.elsewhere():
             found = find_sequences(parts.bare_model, micro_batches, numbers, parts.device)
-        message = explain(parts.ranks, self.step + 1, found, grad_norm, verdict.non_finite_ranks)
+            place = find_parameter(parts.bare_model, micro_batches, parts.device, self._buckets()) if found else ""
+        message = explain(parts.ranks, self.step + 1, found, grad_norm, verdict.non_finite_ranks, place)
         if self._config.non_finite == "stop":
             raise NonFiniteError(
                 f"{message}; the last checkpoint is from before it. "
                 f"Lower --lr, or skip such steps with --non-finite skip"
             )
         self._chores.note(f"{message}; skipped")
+
+    def _buckets(self) -> list[list[str]]:
+        """Return the names of the parameters in each bucket, where there are buckets."""
+        report = getattr(self._parts.model, "report", None)
+        return [] if report is None else [[place.name for place in bucket.parameters] for bucket in report().buckets]
 
     def _evaluate_if_due(self, record: StepRecord) -> StepRecord:
         if not self._is_due(self._config.eval_every):
