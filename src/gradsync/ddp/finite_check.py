@@ -73,8 +73,8 @@ def check_finite(
     places = "; ".join(f"rank {r}: {names[index]!r} ({_bucket(bucket_of[index])})" for r, index in found.items())
     raise NonFiniteError(
         f"rank {rank}: gradients are infinite or not a number in pass {pass_number}, before they were averaged; first "
-        f"in backward: {places}. The gradients of this pass were dropped on all ranks; look at the batch and the layers "
-        f"after that parameter on the rank named, lower the learning rate, or skip the step by catching this error"
+        f"in backward: {places}. The gradients of this pass were dropped on all ranks; look at the batch and the "
+        f"layers after that parameter on the rank named, lower the learning rate, or skip the step by catching this error"
     )
 
 

@@ -47,13 +47,18 @@ def find_parameter(
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     bucket_of = {name: number for number, names in enumerate(buckets) for name in names}
     order = [name for name in bucket_of if name in named] or list(reversed(named))
-    for inputs, targets in micro_batches:
-        _, loss = model(inputs.to(device), targets.to(device), reduction="sum")
-        gradients = torch.autograd.grad(loss, [named[name] for name in order], allow_unused=True)
-        for name, gradient in zip(order, gradients, strict=True):
-            if gradient is not None and not bool(torch.isfinite(gradient).all()):
-                return f"{name}, bucket {bucket_of[name]}" if name in bucket_of else name
-    return ""
+    was_training = model.training
+    model.eval()  # as the search for the sequences
+    try:
+        for inputs, targets in micro_batches:
+            _, loss = model(inputs.to(device), targets.to(device), reduction="sum")
+            gradients = torch.autograd.grad(loss, [named[name] for name in order], allow_unused=True)
+            for name, gradient in zip(order, gradients, strict=True):
+                if gradient is not None and not bool(torch.isfinite(gradient).all()):
+                    return f"{name}, bucket {bucket_of[name]}" if name in bucket_of else name
+        return ""
+    finally:
+        model.train(was_training)
 
 
 def explain(
