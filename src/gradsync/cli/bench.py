@@ -112,7 +112,11 @@ def _backends(given: str | None) -> list[str]:
         return given.split(",")
     import torch
 
-    return ["nccl"] if torch.cuda.is_available() else ["gloo"]
+    from gradsync.comm import shm
+
+    if torch.cuda.is_available():
+        return ["nccl"]
+    return ["gloo"] if shm.is_available() else ["gloo", shm.NAME]
 
 
 def run_ranks(entry: Any, nproc: int, job: Any) -> dict[int, Any]:

@@ -4,8 +4,6 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradsync.ddp.bucket import Allocator, allocate_zeros
-
 
 class Reduction(enum.StrEnum):
     """What becomes of the ranks' gradients."""
@@ -24,4 +22,3 @@ class Settings:
 
     caps_bytes: Sequence[float]
     reduction: Reduction = Reduction.MEAN
-    allocate: Allocator = allocate_zeros
