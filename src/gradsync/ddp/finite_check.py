@@ -74,7 +74,7 @@ def check_finite(
     raise NonFiniteError(
         f"rank {rank}: gradients are infinite or not a number in pass {pass_number}, before they were averaged; first "
         f"in backward: {places}. The gradients of this pass were dropped on all ranks; look at the batch and the "
-        f"layers after that parameter on the rank named, lower the learning rate, or skip the step by catching this error"
+        f"layers after that parameter on the rank named, lower the learning rate, or catch this error and skip the step"
     )
 
 

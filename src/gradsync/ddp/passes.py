@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradsync.ddp.plan import Plan
-from gradsync.ddp.timeline import LOCAL_PHASES, Phase, RawPass
+from gradsync.ddp.timeline import LOCAL_PHASES, PHASES, RawPass, Telemetry
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,15 @@ class BucketTimes:
 
     ``ready_s`` is None for a bucket that nothing but the end of backward completes: all buckets of a first pass,
     and always the last bucket. ``done_s`` is when the collective was *seen* to be complete: exactly while somebody
-    profiles, at the next launch or wait otherwise. ``wait_s`` is how long the rank waited for it.
+    profiles, at the next launch or wait otherwise. ``wait_s`` is how long the rank waited for it; on a GPU that is
+    known only while somebody profiles.
     """
 
     number: int
     ready_s: float | None
     launched_s: float | None
     done_s: float | None
-    wait_s: float
+    wait_s: float | None
 
 
 @dataclass(frozen=True)
@@ -55,27 +56,28 @@ class PassRecord:
     @property
     def data_s(self) -> float:
         """Seconds from the last step to the forwards: waiting for data, and whatever else the loop does there."""
-        return self.total_s(Phase.DATA)
+        return self.total_s("data")
 
     @property
     def forward_s(self) -> float:
         """Seconds in forward and loss."""
-        return self.total_s(Phase.FORWARD)
+        return self.total_s("forward")
 
     @property
     def backward_s(self) -> float:
         """Seconds in backward until the last gradient of this rank had arrived; waiting is not in it."""
-        return self.total_s(Phase.BACKWARD)
+        return self.total_s("backward")
 
     @property
     def optimizer_s(self) -> float:
         """Seconds in the optimizer's step before this pass."""
-        return self.total_s(Phase.OPTIMIZER)
+        return self.total_s("optimizer")
 
     @property
-    def exposed_s(self) -> float:
-        """Seconds of communication that nothing hid: this rank did nothing but wait."""
-        return sum(bucket.wait_s for bucket in self.buckets)
+    def exposed_s(self) -> float | None:
+        """Seconds of communication that nothing hid: this rank did nothing but wait. None if that is not known."""
+        waits = [bucket.wait_s for bucket in self.buckets]
+        return None if None in waits else sum(wait for wait in waits if wait is not None)
 
     @property
     def communication_s(self) -> float | None:
@@ -87,8 +89,8 @@ class PassRecord:
     @property
     def hidden_s(self) -> float | None:
         """Seconds of communication during which this rank computed; None if that was not seen exactly."""
-        total = self.communication_s
-        return None if total is None else max(total - self.exposed_s, 0.0)
+        total, exposed = self.communication_s, self.exposed_s
+        return None if total is None or exposed is None else max(total - exposed, 0.0)
 
 
 @dataclass(frozen=True)
@@ -136,9 +138,10 @@ class RankTimes:
         return seconds
 
 
-def record_of(raw: RawPass) -> PassRecord:
-    """Turn the moments of a pass into a record."""
+def record_of(raw: RawPass, is_on_host: bool = True) -> PassRecord:
+    """Turn the moments of a pass into a record; ``is_on_host`` as in ``Timeline``."""
     began = raw.began_ns
+    waits = _host_waits(raw) if is_on_host else _device_waits(raw)
 
     def seconds(moment: int) -> float | None:
         return (moment - began) * 1e-9 if moment else None
@@ -148,19 +151,28 @@ def record_of(raw: RawPass) -> PassRecord:
         began_s=began * 1e-9,
         duration_s=(raw.ended_ns - began) * 1e-9,
         is_exact=raw.is_exact,
-        spans=tuple(Span(phase, (s - began) * 1e-9, (e - began) * 1e-9) for phase, s, e in raw.spans),
+        spans=tuple(Span(PHASES[phase], (s - began) * 1e-9, (e - began) * 1e-9) for phase, s, e in raw.spans),
         buckets=tuple(
             BucketTimes(
                 number,
                 seconds(raw.ready[number]),
                 seconds(raw.launched[number]),
                 # a collective that was never looked at in time was over when waiting for it was
-                seconds(raw.done[number] or raw.wait_ended[number]),
-                max(raw.wait_ended[number] - raw.wait_began[number], 0) * 1e-9,
+                seconds(raw.done[number] or raw.wait_ended[number]) if is_on_host else None,
+                waits[number],
             )
             for number in range(raw.num_buckets)
         ),
     )
+
+
+def _host_waits(raw: RawPass) -> list[float | None]:
+    return [max(end - begin, 0) * 1e-9 for begin, end in zip(raw.wait_began, raw.wait_ended, strict=True)]
+
+
+def _device_waits(raw: RawPass) -> list[float | None]:
+    known = [] if raw.device_waits is None else raw.device_waits.seconds()
+    return [*known] if len(known) == raw.num_buckets else [None] * raw.num_buckets
 
 
 def map_of(plan: Plan) -> tuple[BucketMap, ...]:
@@ -179,7 +191,7 @@ def map_of(plan: Plan) -> tuple[BucketMap, ...]:
     )
 
 
-def rank_times(telemetry: Sequence[tuple[tuple[float, ...], ...]]) -> tuple[RankTimes, ...]:
+def rank_times(telemetry: Sequence[Telemetry]) -> tuple[RankTimes, ...]:
     """Return every rank's median times, from what the ranks have told each other in some passes."""
     if not telemetry:
         return ()

@@ -31,7 +31,7 @@ def report_of(reducer: "Reducer", passes: Sequence[RawPass] | None = None) -> Re
     return Report(
         rank=reducer.rank,
         world_size=reducer.world_size,
-        passes=tuple(record_of(raw) for raw in passes),
+        passes=tuple(record_of(raw, reducer.timeline.is_on_host) for raw in passes),
         buckets=map_of(reducer.plan),
         groups=tuple(_groups(reducer)),
         # the first windows hold what happens once: compilation, the first touch of memory, the optimizer's state

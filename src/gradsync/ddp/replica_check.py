@@ -67,8 +67,8 @@ class ReplicaCheck:
                 return (
                     f"the replicas differ: {name!r} has other values on rank(s) {', '.join(different)} than on rank 0 "
                     f"in pass {pass_number}{last}. Something changed it on one rank alone: an optimizer that steps "
-                    f"there only or with other settings, a write into a parameter, broken memory. sync_parameters() on all "
-                    f"ranks gives them rank 0's values; DistributedDataParallel(..., check_replicas_every=0) if "
+                    f"there only or with other settings, a write into a parameter, broken memory. sync_parameters() "
+                    f"on all ranks gives them rank 0's values; DistributedDataParallel(..., check_replicas_every=0) if "
                     f"replicas are meant to differ"
                 )
         return f"the replicas differed in pass {pass_number}{last}, and are equal now: something writes into them"

@@ -41,7 +41,7 @@ class Findings:
     """Medians over the passes of this rank; None where nothing can be said."""
 
     step_s: float
-    exposed_s: float
+    exposed_s: float | None
     communication_s: float | None
     hidden_s: float | None
     worst_bucket: int | None
@@ -102,21 +102,27 @@ def find(passes: Sequence[PassRecord], buckets: Sequence[BucketMap], ranks: Sequ
     passes = steady(passes, len(buckets))
     if not passes:
         return None
-    step_s, exposed_s = median([p.duration_s for p in passes]), median([p.exposed_s for p in passes])
-    seen = [p for p in passes if p.communication_s is not None]
-    communication_s = median([p.communication_s or 0.0 for p in seen]) if seen else None
-    waits = [median([p.buckets[number].wait_s for p in passes]) for number in range(len(buckets))]
+    step_s = median([p.duration_s for p in passes])
+    exposed_s = _median_of_known([p.exposed_s for p in passes])
+    communication_s = _median_of_known([p.communication_s for p in passes])
+    hidden_s = None if communication_s is None or exposed_s is None else max(communication_s - exposed_s, 0.0)
+    waits = [_median_of_known([p.buckets[number].wait_s for p in passes]) or 0.0 for number in range(len(buckets))]
     worst = max(range(len(waits)), key=waits.__getitem__) if sum(waits) > _EXPOSED_SHARE * step_s else None
     return Findings(
         step_s=step_s,
         exposed_s=exposed_s,
         communication_s=communication_s,
-        hidden_s=None if communication_s is None else max(communication_s - exposed_s, 0.0),
+        hidden_s=hidden_s,
         worst_bucket=worst,
         worst_share=0.0 if worst is None else waits[worst] / sum(waits),
         worst_parameter=None if worst is None else buckets[worst].largest,
         straggler=find_straggler(ranks, step_s),
     )
+
+
+def _median_of_known(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
 
 
 def steady(passes: Sequence[PassRecord], num_buckets: int) -> list[PassRecord]:
@@ -154,6 +160,8 @@ def say(findings: Findings | None, num_buckets: int) -> str:
 
 
 def _about_exposure(findings: Findings) -> str:
+    if findings.exposed_s is None:
+        return f"a step takes {milliseconds(findings.step_s)}; what a GPU waits for is known while profile() records"
     if findings.communication_s is None or findings.hidden_s is None:
         return f"{milliseconds(findings.exposed_s)} of a step of {milliseconds(findings.step_s)} were spent waiting"
     hidden, total = findings.hidden_s, findings.communication_s

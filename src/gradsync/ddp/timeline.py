@@ -1,7 +1,7 @@
 """What was recorded of the passes: moments, taken in one line each, at a cost that can stay on.
 
-The engine calls a ``Timeline`` at the moments that matter; it only stores numbers. Turning them into records
-is in ``passes``, what they mean is in ``report``. All times are ``time.perf_counter_ns``.
+The engine calls a ``Timeline`` at the moments that matter; it only stores numbers, and never fails. Turning them into
+records is in ``passes``, what they mean is in ``report``. All times are ``time.perf_counter_ns``.
 
 [Note: Window] What is recorded belongs to the window between two passes: the optimizer's step on the result of the
 last one, the time until data has come and forward begins, forward (to the begin of backward, so with the loss), and
@@ -9,37 +9,28 @@ backward until its last local gradient. Ranks leave a pass together, so the leng
 the rank's own time, whatever it waits for afterwards; that is what stragglers are told from.
 
 [Note: Done] When a collective is complete is looked at without blocking: at every launch and before every wait, at
-next to no cost but late; or, while somebody profiles, by a callback of its future, which costs some 20
-microseconds a bucket. Collectives of a GPU complete on its own clock, so there only what the host sees is known.
+next to no cost but late; or, while somebody records, by a callback of its future, which costs some 20
+microseconds a bucket. On a GPU the host never waits; there events on the stream of the computation tell, while somebody
+records, how long that stood still for each bucket (``device_waits``), and otherwise nothing is known.
 """
 
-import enum
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import Any
 
+from gradsync.ddp.device_waits import DeviceWaits
+
 _KEPT_PASSES = 32
 
-
-class Phase(enum.StrEnum):
-    """What a rank does in a window; see [Note: Window]."""
-
-    OPTIMIZER = "optimizer"
-    DATA = "data"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    FINISH = "finish"
-    """From the last local gradient to the end of the pass: the last launch, and waiting."""
-
-
-LOCAL_PHASES = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
-"""Those that the ranks tell each other the length of."""
+PHASES = ("data", "forward", "backward", "optimizer", "finish")
+"""What a rank does in a window; *finish* goes from the last local gradient to the end of the pass."""
+DATA, FORWARD, BACKWARD, OPTIMIZER, FINISH = range(len(PHASES))
+LOCAL_PHASES = PHASES[:FINISH]
+"""Those that the ranks tell each other the length of; see [Note: Window]."""
 
 Telemetry = tuple[tuple[float, ...], ...]
 """Every rank's seconds in each of the ``LOCAL_PHASES``."""
-Spans = list[tuple[Phase, int, int]]
 
 
 @dataclass
@@ -50,33 +41,35 @@ class RawPass:
     began_ns: int
     num_buckets: int
     is_exact: bool
-    spans: Spans = field(default_factory=list)
+    device_waits: DeviceWaits | None = None
+    spans: list[tuple[int, int, int]] = field(default_factory=list)
+    """Phase, begin and end."""
     ended_ns: int = 0
     telemetry: Telemetry = ()
-    ready: list[int] = field(default_factory=list)
-    launched: list[int] = field(default_factory=list)
-    done: list[int] = field(default_factory=list)
-    wait_began: list[int] = field(default_factory=list)
-    wait_ended: list[int] = field(default_factory=list)
+    ready: list[int] = field(init=False)
+    launched: list[int] = field(init=False)
+    done: list[int] = field(init=False)
+    wait_began: list[int] = field(init=False)
+    wait_ended: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        for name in ("ready", "launched", "done", "wait_began", "wait_ended"):
-            setattr(self, name, [0] * self.num_buckets)
+        nothing = [0] * self.num_buckets
+        self.ready, self.launched, self.done = nothing, nothing[:], nothing[:]
+        self.wait_began, self.wait_ended = nothing[:], nothing[:]
 
 
 class Timeline:
-    """Stores the moments of the running window, and keeps the last passes."""
+    """Stores the moments of the running window, and keeps the last passes.
 
-    def __init__(self) -> None:
+    ``is_on_host`` says that the collectives are complete when the host has waited for them.
+    """
+
+    def __init__(self, is_on_host: bool = True) -> None:
+        self.is_on_host = is_on_host
         self.passes: deque[RawPass] = deque(maxlen=_KEPT_PASSES)
         self.recorded: list[RawPass] = []
         self._num_to_record = 0
-        self._mark = 0
-        self._spans: Spans = []
-        self._backward_began = 0
-        self._unsynced_ns = 0
-        self._pass: RawPass | None = None
-        self._works: list[Any] = []
+        self._start_window(0)
 
     def record(self, num_passes: int) -> None:
         """Record the next passes exactly, and keep them in ``recorded``; 0 stops."""
@@ -91,13 +84,13 @@ class Timeline:
         self._close_unsynced()
         now = perf_counter_ns()
         if self._mark:
-            self._spans.append((Phase.DATA, self._mark, now))
+            self._add(DATA, self._mark, now)
         self._mark = now
 
     def forward_ends(self) -> None:
         """The module has returned; the loss may still be to come."""
         now = perf_counter_ns()
-        self._spans.append((Phase.FORWARD, self._mark, now))
+        self._add(FORWARD, self._mark, now)
         self._mark = now
 
     def gradient_unsynced(self) -> None:
@@ -115,7 +108,7 @@ class Timeline:
     def optimizer_ends(self) -> None:
         """The step is taken."""
         now = perf_counter_ns()
-        self._spans.append((Phase.OPTIMIZER, self._mark, now))
+        self._add(OPTIMIZER, self._mark, now)
         self._mark = now
 
     # ------------------------------------------------------------- the pass
@@ -126,44 +119,52 @@ class Timeline:
         now = perf_counter_ns()
         self._begin_backward(now)
         began = self._spans[0][1] if self._spans else now
-        self._works = [None] * num_buckets
-        self._pass = RawPass(number, began, num_buckets, self._num_to_record > 0)
+        is_exact = self._num_to_record > 0
+        waits = DeviceWaits() if is_exact and not self.is_on_host else None
+        self._pass = RawPass(number, began, num_buckets, is_exact, waits)
 
     def bucket_ready(self, number: int) -> None:
         """The last gradient that this bucket waits for has arrived."""
-        assert self._pass is not None
-        self._pass.ready[number] = perf_counter_ns()
+        if self._pass is not None:
+            self._pass.ready[number] = perf_counter_ns()
 
     def bucket_launched(self, number: int, work: Any) -> None:
-        """Its collective is under way; ``work`` is a work, a future, or None for what cannot be looked at."""
+        """Its collective is under way; ``work`` is a work, a future, or something that cannot be looked at."""
         current = self._pass
-        assert current is not None
+        if current is None or number >= current.num_buckets:
+            return
         self._look()
         current.launched[number] = perf_counter_ns()
-        if work is None:
+        if not self.is_on_host:
             return
         if current.is_exact:
             _when_done(work, current.done, number)
-        else:
-            self._works[number] = work.is_completed if hasattr(work, "is_completed") else work.done
+        elif (is_done := getattr(work, "is_completed", None) or getattr(work, "done", None)) is not None:
+            self._looked_at.append((number, is_done))
 
     def local_ends(self) -> None:
-        """All gradients of this rank have arrived."""
+        """All gradients of this rank have arrived; only the first call in a pass counts."""
+        if not self._backward_began:
+            return
         now = perf_counter_ns()
-        self._spans.append((Phase.BACKWARD, self._backward_began, now))
+        self._add(BACKWARD, self._backward_began, now)
         self._backward_began = 0
         self._mark = now
+        if self._pass is not None and self._pass.device_waits is not None:
+            self._pass.device_waits.mark()
 
     def wait_begins(self, number: int) -> None:
         """The rank waits for a bucket from now on."""
-        assert self._pass is not None
-        self._look()
-        self._pass.wait_began[number] = perf_counter_ns()
+        if self._pass is not None:
+            self._look()
+            self._pass.wait_began[number] = perf_counter_ns()
 
     def wait_ends(self, number: int) -> None:
         """The bucket has arrived."""
-        assert self._pass is not None
-        self._pass.wait_ended[number] = perf_counter_ns()
+        if self._pass is not None:
+            self._pass.wait_ended[number] = perf_counter_ns()
+            if self._pass.device_waits is not None:
+                self._pass.device_waits.mark()
 
     def pass_ends(self, telemetry: Telemetry) -> None:
         """The gradients are in place; ``telemetry`` is what the ranks have told of this window."""
@@ -171,7 +172,7 @@ class Timeline:
         if current is None:
             return
         now = perf_counter_ns()
-        self._spans.append((Phase.FINISH, self._mark, now))
+        self._add(FINISH, self._mark, now)
         current.spans, current.ended_ns, current.telemetry = self._spans, now, telemetry
         self.passes.append(current)
         if current.is_exact and self._num_to_record:
@@ -186,48 +187,56 @@ class Timeline:
 
     def local_times(self) -> tuple[float, ...]:
         """Return the seconds of this window in each of the ``LOCAL_PHASES``; to be asked after ``local_ends``."""
-        totals = dict.fromkeys(Phase, 0)
-        for phase, start, end in self._spans:
-            totals[phase] += end - start
-        return tuple(totals[phase] * 1e-9 for phase in LOCAL_PHASES)
+        data, forward, backward, optimizer, _ = self._totals
+        return data * 1e-9, forward * 1e-9, backward * 1e-9, optimizer * 1e-9
 
     # ------------------------------------------------------------- inside
 
     def _start_window(self, now: int) -> None:
-        self._pass = None
-        self._works = []
-        self._spans = []
+        self._pass: RawPass | None = None
+        self._looked_at: list[tuple[int, Any]] = []
+        self._spans: list[tuple[int, int, int]] = []
+        self._totals = [0] * len(PHASES)
         self._mark = now
         self._backward_began = self._unsynced_ns = 0
 
+    def _add(self, phase: int, start: int, end: int) -> None:
+        self._spans.append((phase, start, end))
+        self._totals[phase] += end - start
+
     def _begin_backward(self, now: int) -> None:
         """What lies between a forward and its backward is the loss, and belongs to the forward."""
-        if self._spans and self._spans[-1][0] is Phase.FORWARD:
-            self._spans[-1] = (Phase.FORWARD, self._spans[-1][1], now)
+        if self._spans and self._spans[-1][0] == FORWARD:
+            _, start, end = self._spans.pop()
+            self._totals[FORWARD] -= end - start
+            self._add(FORWARD, start, now)
         self._backward_began = now
 
     def _close_unsynced(self) -> None:
         if self._unsynced_ns:
-            self._spans.append((Phase.BACKWARD, self._backward_began, self._unsynced_ns))
+            self._add(BACKWARD, self._backward_began, self._unsynced_ns)
             self._mark = self._unsynced_ns
             self._backward_began = self._unsynced_ns = 0
 
     def _look(self) -> None:
         """See [Note: Done]."""
-        current = self._pass
-        assert current is not None
-        for number, is_done in enumerate(self._works):
-            if is_done is not None and is_done():
-                current.done[number] = perf_counter_ns()
-                self._works[number] = None
+        if not self._looked_at or self._pass is None:
+            return
+        under_way = []
+        for number, is_done in self._looked_at:
+            if is_done():
+                self._pass.done[number] = perf_counter_ns()
+            else:
+                under_way.append((number, is_done))
+        self._looked_at = under_way
 
 
 def _when_done(work: Any, moments: list[int], number: int) -> None:
     """Have the moment noted, on whatever thread, when the work is complete."""
-    future = work if hasattr(work, "add_done_callback") else work.get_future()
+    future = work if hasattr(work, "add_done_callback") else getattr(work, "get_future", lambda: None)()
 
     def note(_: Any) -> None:
         moments[number] = perf_counter_ns()
 
-    callback: Callable[[Any], None] = note
-    future.add_done_callback(callback)
+    if future is not None:
+        future.add_done_callback(note)

@@ -183,9 +183,10 @@ class _Page:
         lines = [self.text("not_late")]
         if late is not None:
             lines = [self.text("late", rank=late["rank"], delay=_ms(late["delay_s"]), phase=self._phase(late["phase"]))]
-        is_much = findings["exposed_s"] > _MUCH_EXPOSED * findings["step_s"]
-        key = "exposed_much" if is_much else "exposed_little"
-        lines.append(self.text(key, step=_ms(findings["step_s"]), exposed=_ms(findings["exposed_s"])))
+        exposed_s, step_s = findings["exposed_s"], findings["step_s"]
+        if exposed_s is not None:
+            key = "exposed_much" if exposed_s > _MUCH_EXPOSED * step_s else "exposed_little"
+            lines.append(self.text(key, step=_ms(step_s), exposed=_ms(exposed_s)))
         return [
             self._heading("where_title"),
             self._paragraph("where", num_passes=len(self._story["recording"]["ranks"][0]["passes"])),
@@ -214,7 +215,9 @@ class _Page:
         if late is not None:
             facts = {"rank": late["rank"], "delay": _ms(late["delay_s"]), "phase": self._phase(late["phase"])}
             parts.append(self._texts["verdict_late"].format(**facts))
-        return "; ".join(parts) if self._texts is TEXTS["en"] else "；".join(parts)
+        if not parts:
+            return str(self._story["recording"]["verdict"])
+        return ("; " if self._texts is TEXTS["en"] else "；").join(parts)
 
     def _phase(self, phase: str) -> str:
         return self._texts[f"phase_{phase}"]

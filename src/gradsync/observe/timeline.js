@@ -154,7 +154,7 @@ function drawTimeline(place, recording, options = {}) {
       image.append(shape("line", {x1: x(one.when), x2: x(one.when), y1: top + 36, y2: top + 42, stroke: "var(--ink)", "stroke-width": 1}));
     for (const one of lane.buckets) {
       const y = top + 48 + one.row * rowHeight, name = recording.buckets[one.number]?.parameters ?? [];
-      const say = `${words.rank} ${lane.rank.rank}, ${words.bucket} ${one.number}: ${words.launched} ${ms(one.launched_s)}, ${words.done} ${ms(one.done_s)}, ${words.waited} ${ms(one.wait_s)}` + (name.length ? `; ${words.holds} ${name.slice(0, 3).map((p) => p.name).join(", ")}${name.length > 3 ? " …" : ""}` : "");
+      const say = `${words.rank} ${lane.rank.rank}, ${words.bucket} ${one.number}: ${words.launched} ${ms(one.launched_s)}, ${words.done} ${ms(one.done_s)}, ${words.waited} ${ms(one.wait_s ?? 0)}` + (name.length ? `; ${words.holds} ${name.slice(0, 3).map((p) => p.name).join(", ")}${name.length > 3 ? " …" : ""}` : "");
       const turn = Math.min(Math.max(lane.local, one.from), one.to);
       if (turn > one.from) bar(one.from, turn, y, rowHeight - 3, "var(--c5)", say);
       if (one.to > turn) bar(turn, one.to, y, rowHeight - 3, "var(--c1)", say);

@@ -64,7 +64,7 @@ def _events_of(rank: int, record: Mapping[str, Any], start_s: float, buckets: An
 
 
 def _facts(times: Mapping[str, Any], number: int, buckets: Any) -> dict[str, Any]:
-    facts: dict[str, Any] = {"waited_ms": round(times["wait_s"] * 1e3, 3)}
+    facts: dict[str, Any] = {} if times["wait_s"] is None else {"waited_ms": round(times["wait_s"] * 1e3, 3)}
     if number < len(buckets):
         facts["bytes"] = buckets[number]["num_bytes"]
         facts["parameters"] = [place["name"] for place in buckets[number]["parameters"]]
