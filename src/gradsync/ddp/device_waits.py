@@ -15,7 +15,7 @@ class DeviceWaits:
 
     def mark(self) -> None:
         """Put an event into the current stream."""
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         self._events.append(event)
 

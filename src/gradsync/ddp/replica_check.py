@@ -91,7 +91,8 @@ def digests(parameters: Sequence[torch.Tensor]) -> list[int]:
 def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     raw = tensor.resolve_conj().resolve_neg()
     if not raw.is_contiguous():
-        raw = raw.permute(sorted(range(raw.dim()), key=lambda d: -raw.stride(d))).contiguous()
+        strides = raw.stride()
+        raw = raw.permute(sorted(range(raw.dim()), key=lambda dim: -strides[dim])).contiguous()
     flat = raw.reshape(-1).view(torch.uint8)
     if flat.data_ptr() % 8:
         flat = flat.clone()

@@ -69,6 +69,11 @@ class Timeline:
         self.passes: deque[RawPass] = deque(maxlen=_KEPT_PASSES)
         self.recorded: list[RawPass] = []
         self._num_to_record = 0
+        self._pass: RawPass | None = None
+        self._mark = 0
+        """When the last phase ended."""
+        self._backward_began = 0
+        self._unsynced_ns = 0
         self._start_window(0)
 
     def record(self, num_passes: int) -> None:
@@ -193,7 +198,7 @@ class Timeline:
     # ------------------------------------------------------------- inside
 
     def _start_window(self, now: int) -> None:
-        self._pass: RawPass | None = None
+        self._pass = None
         self._looked_at: list[tuple[int, Any]] = []
         self._spans: list[tuple[int, int, int]] = []
         self._totals = [0] * len(PHASES)
