@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from gradsync.train.nonfinite import explain, find_sequences
+from gradsync.train.nonfinite import explain, find_parameter, find_sequences
 from gradsync.train.ranks import Alone
 
 
@@ -47,3 +47,24 @@ def test_the_sentence_names_rank_step_and_sequences():
         "step 7: the gradient (norm inf) is not finite on rank 0"
     )
     assert explain(Alone(), 7, [], float("inf"), []).endswith("on the sum of all ranks only")
+
+
+def test_the_parameter_is_the_first_in_backward_with_its_bucket():
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(1, 1, bias=False), Lookup()
+
+        def forward(self, inputs, targets, reduction):
+            values, loss = self.second(inputs, targets, reduction)
+            return values, (self.first(values.sqrt()) + loss).sum()
+
+    model, cpu = Two(), torch.device("cpu")
+    assert find_parameter(model, [batch([0, 1])], cpu, []) == ""
+    assert find_parameter(model, [batch([0, 1]), batch([4])], cpu, []) == "second.table.weight"
+    buckets = [["first.weight"], ["second.table.weight"]]
+    assert find_parameter(model, [batch([4])], cpu, buckets) == "second.table.weight, bucket 1"
+    assert find_parameter(model, [batch([3])], cpu, buckets) == "first.weight, bucket 0"
+    assert model.training
+    text = explain(Alone(), 7, [13], float("inf"), [0], "first.weight, bucket 0")
+    assert text.endswith("rank 0 (sequences: 13; first in first.weight, bucket 0)")
