@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = (
     "Time one training step without synchronisation, with torch's DistributedDataParallel and with gradsync's, in "
-    "alternating rounds of one run. 'gradsync bench collectives' times single collectives."
+    "alternating rounds of one run. 'gradsync bench collectives' times single collectives, "
+    "'gradsync bench recording' the cost of recording."
 )
 _WORKLOADS = ("toy", "many", "mlp", "gpt-small", "gpt2")
 _BASELINE = "torch/gloo"
@@ -30,6 +31,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run ``gradsync bench`` and return its exit code."""
     if arguments and arguments[0] == "collectives":
         return _main_collectives(arguments[1:])
+    if arguments and arguments[0] == "recording":
+        return _main_recording(arguments[1:])
     parser = new_parser("bench", _DESCRIPTION)
     parser.option("--workload", str, ",".join(_WORKLOADS[:3]), f"which, by commas: {', '.join(_WORKLOADS)}, or 'all'")
     parser.option("--model", str | None, None, "MODULE:FUNCTION that returns (module, batch) or (module, batch, loss)")
@@ -197,6 +200,27 @@ def _main_collectives(arguments: Sequence[str]) -> int:
         for t in result.timings
     ]
     _write_json(given.json, {"collectives": rows, "copy_bytes_per_s": result.copy_bytes_per_s, "nproc": given.nproc})
+    return 0
+
+
+def _main_recording(arguments: Sequence[str]) -> int:
+    parser = new_parser(
+        "bench recording", "Time a step without a recorder, with the one that is always on, and exactly."
+    )
+    parser.option("--workload", str, "mlp", f"which: {', '.join(_WORKLOADS)}")
+    _add_common(parser)
+    given = parser.parse_args(list(arguments))
+    if given.workload not in _WORKLOADS:
+        raise ConfigError(f"--workload {given.workload!r} is unknown; there are {', '.join(_WORKLOADS)}")
+    from gradsync.bench.job import RecordingJob, run_recording
+
+    cost = run_ranks(run_recording, given.nproc, RecordingJob(given.workload, given.rounds))[0]
+    for kind, samples in cost.step_s.items():
+        ratio = statistics.median(a / b for a, b in zip(samples, cost.step_s["off"], strict=True))
+        print(f"{kind:<10} {_ms(statistics.median(samples))} a step, {ratio:.4f} of that without a recorder")
+    alone = f"{cost.calls_s * 1e6:.1f} us a step with {cost.num_buckets} buckets"
+    print(f"the recorder's calls alone: {alone}, {cost.share:.3%}")
+    _write_json(given.json, {"recording": cost.step_s, "calls_s": cost.calls_s, "nproc": given.nproc})
     return 0
 
 
