@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradsync.comm.backends import choose_backend
+from gradsync.comm.backends import are_on_one_host, choose_backend
 from gradsync.errors import BackendError, ConfigError
 
 logger = logging.getLogger("gradsync")
@@ -52,18 +52,20 @@ def init_process_group(
     world_size: int = -1,
     rank: int = -1,
     store: Any = None,
+    device_type: str | None = None,
     **kwargs: Any,
 ) -> None:
     """Start the default process group; the arguments are those of ``torch.distributed.init_process_group``.
 
-    ``backend="auto"`` takes NCCL where there are CUDA devices and gloo elsewhere. What was chosen is
-    logged on rank 0 (logger ``gradsync``, level INFO).
+    ``backend="auto"`` takes NCCL where there are CUDA devices, shared memory (``shm``) for CPU ranks that are known to
+    run on one Linux host, and gloo elsewhere; ``device_type="cpu"`` asks for what fits CPU tensors where there are
+    GPUs. What was chosen is logged on rank 0 (logger ``gradsync``, level INFO).
 
     Raises:
         ConfigError: the backend is not available, or the environment lacks what ``env://`` needs.
         BackendError: the ranks did not find each other within the time-out.
     """
-    choice = choose_backend(backend or "auto")
+    choice = choose_backend(backend or "auto", device_type, are_on_one_host(init_method, store))
     if store is None and init_method in (None, "env://"):
         _check_environment(world_size, rank)
     if choice.name == "nccl" and "device_id" not in kwargs:

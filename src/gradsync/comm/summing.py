@@ -24,11 +24,24 @@ class Pending(Protocol):
         """Return when the sum is in place."""
 
 
-def choose_sum(group: Group, device: torch.device) -> Callable[[torch.Tensor], Pending]:
-    """Return a function that starts to sum a flat tensor over the ranks, in place."""
-    if device.type == "cpu" and 1 < group.size() <= _FEW_RANKS and is_gloo(group, device):
-        return lambda flat: _GatheredSum(group, flat) if flat.nbytes <= _SMALL_BYTES else group.allreduce([flat])
-    return lambda flat: group.allreduce([flat])
+Sum = Callable[[torch.Tensor, bool], Pending]
+"""Starts to sum a flat tensor over the ranks, in place; True says that the caller is about to wait for it."""
+
+
+def choose_sum(group: Group, device: torch.device) -> Sum:
+    """Return the quickest sum for this group and this kind of device."""
+    options = dist.AllreduceOptions()
+    options.asyncOp = device.type != "cpu"
+
+    def all_reduce(flat: torch.Tensor, is_awaited: bool) -> Pending:
+        # Of a group written in Python the one who waits does the work himself, unless a thread was woken for it.
+        return group.allreduce([flat], options) if is_awaited else group.allreduce([flat])
+
+    def gather_if_small(flat: torch.Tensor, is_awaited: bool) -> Pending:
+        return _GatheredSum(group, flat) if flat.nbytes <= _SMALL_BYTES else all_reduce(flat, is_awaited)
+
+    is_small_group = 1 < group.size() <= _FEW_RANKS
+    return gather_if_small if device.type == "cpu" and is_small_group and is_gloo(group, device) else all_reduce
 
 
 def is_gloo(group: Group, device: torch.device) -> bool:

@@ -57,13 +57,13 @@ class EngineGroups:
         """Whether the group has memory that all its ranks can read, for tensors on this device."""
         return device.type == "cpu" and hasattr(self.buckets, "allocate")
 
-    def sum_bucket(self, flat: torch.Tensor) -> Pending:
+    def sum_bucket(self, flat: torch.Tensor, is_awaited: bool) -> Pending:
         """Start to sum a flat tensor of gradients over the ranks, in place."""
-        return self._sum_bucket(flat)
+        return self._sum_bucket(flat, is_awaited)
 
     def sum_words(self, flat: torch.Tensor) -> Pending:
-        """Start to sum a flat CPU tensor over the ranks, in place."""
-        return self._sum_words(flat)
+        """Start to sum a flat CPU tensor over the ranks, in place; the caller is about to wait for it."""
+        return self._sum_words(flat, True)
 
     def _choose_sums(self) -> None:
         self._sum_bucket = choose_sum(self.buckets, self._device)

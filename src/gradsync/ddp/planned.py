@@ -6,14 +6,14 @@ runs is told in ``reducer``.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from gradsync.comm.groups import Group
 from gradsync.ddp.agreement import NamedParameter, plan_digest
-from gradsync.ddp.bucket import Bucket, local_tensor
+from gradsync.ddp.bucket import Bucket, local_grad, local_tensor
 from gradsync.ddp.comm_hooks import HookedCollective
 from gradsync.ddp.control import num_words
 from gradsync.ddp.engine_groups import EngineGroups
@@ -45,6 +45,8 @@ class Planned:
         self.parameters: list[nn.Parameter] = []
         self.buckets: list[Bucket] = []
         self.sparse_results: dict[int, torch.Tensor] = {}
+        self.retired_results: list[tuple[nn.Parameter, torch.Tensor]] = []
+        """Parameters that are planned no more but still hold what a pass left there, with that gradient."""
         self.touched = bytearray()
         """For each parameter, whether anything was accumulated since it was last synchronised."""
         self._hooks = ParameterHooks(self)
@@ -86,6 +88,7 @@ class Planned:
         touched_before = {id(p) for p, t in zip(self.parameters, self.touched, strict=True) if t}
         results = {**self._results(), **(new_results or {})}
         sparse_results = {id(self.parameters[index]): grad for index, grad in self.sparse_results.items()}
+        self._retire(named, results, sparse_results)
         self.names = [name for name, _ in named]
         self.parameters = [p for _, p in named]
         self.parameter_ids = frozenset(map(id, self.parameters))
@@ -101,6 +104,19 @@ class Planned:
         self.readiness = Readiness(len(named))
         self.is_order_agreed = False
         self._use_plan(self._plan_for(reversed(range(len(named)))), results)
+
+    def _retire(
+        self,
+        named: Sequence[NamedParameter],
+        results: Mapping[int, torch.Tensor],
+        sparse_results: Mapping[int, torch.Tensor],
+    ) -> None:
+        planned = {id(p) for _, p in named}
+        known = {**results, **sparse_results}
+        leaving = [(p, known[id(p)]) for p in self.parameters if id(p) in known]
+        self.retired_results = [
+            (p, grad) for p, grad in (*self.retired_results, *leaving) if id(p) not in planned and local_grad(p) is grad
+        ]
 
     def _plan_for(self, order: Iterable[int]) -> Plan:
         slicing = None if self.sharding is None else self.sharding.slicing

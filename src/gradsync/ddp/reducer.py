@@ -51,7 +51,7 @@ from gradsync.ddp.agreement import (
     check_same_pass,
 )
 from gradsync.ddp.backward import is_accumulating
-from gradsync.ddp.bucket import Bucket, local_tensor
+from gradsync.ddp.bucket import Bucket, local_grad, local_tensor
 from gradsync.ddp.compiler import refuse_compiled_autograd
 from gradsync.ddp.control import (
     WORD_LIMIT,
@@ -103,6 +103,7 @@ class Reducer(Planned, ReducerSurface):
         self._graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()
         self._change: list[NamedParameter] | None = None
         self._converted: dict[int, torch.Tensor | None] = {}
+        self._carried_retired: dict[int, torch.Tensor] = {}
         super().__init__(watch, groups, settings)
 
     # ------------------------------------------------------------- the pass begins
@@ -172,6 +173,7 @@ class Reducer(Planned, ReducerSurface):
         awaited = self.readiness.num_awaited(self.plan)
         if self.watch.has_changed():
             self._change = self._owned()
+            self._carry_retired()
             awaited = [
                 waiting + 1 for waiting in awaited
             ]  # which parameters the plan still fits is sorted out at the end
@@ -234,7 +236,7 @@ class Reducer(Planned, ReducerSurface):
             elif self.sharding is not None:
                 self.sharding.launch(bucket)
             else:
-                bucket.work = self.groups.sum_bucket(bucket.buffer.whole)
+                bucket.work = self.groups.sum_bucket(bucket.buffer.whole, bucket is self.buckets[-1])
         except BaseException as error:
             self.fail(error)
             raise
@@ -267,6 +269,20 @@ class Reducer(Planned, ReducerSurface):
         if parameter.grad is not None and self.holds_result(index):
             self._carried[index] = parameter.grad
             parameter.grad = None
+
+    def _carry_retired(self) -> None:
+        """Put aside the sums over all ranks that parameters have kept while they were not planned."""
+        self._carried_retired = {}
+        if self.settings.reduction is Reduction.MEAN or self.sharding is not None:
+            return
+        for parameter, result in self.retired_results:
+            if parameter.requires_grad and local_grad(parameter) is result:
+                self._carried_retired[id(parameter)] = result
+                parameter.grad = None
+
+    def take_carried_retired(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return the sum that was put aside for a parameter not in the plan; it is the caller's from now on."""
+        return self._carried_retired.pop(id(parameter), None)
 
     def take_carried(self, index: int) -> torch.Tensor | None:
         """Return the sum that was put aside for this parameter, if any; it is the caller's from now on."""
@@ -470,7 +486,7 @@ class Reducer(Planned, ReducerSurface):
             self.hook.launch(extra, is_last=False)
             self.hook.wait(extra, names)
         else:
-            self.groups.sum_bucket(extra.buffer.whole).wait()
+            self.groups.sum_bucket(extra.buffer.whole, True).wait()
 
     def _divide(self, words: ControlWords) -> None:
         """Apply what only the control words could tell: the total weight, or the number of ranks with a batch."""
