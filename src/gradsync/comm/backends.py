@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from gradsync.comm import shm
-from gradsync.errors import ConfigError
+from gradsync.comm import mpi, shm
+from gradsync.errors import ConfigError, MissingExtraError
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,12 @@ class BackendChoice:
     reason: str
 
 
-def choose_backend(requested: str = "auto", device_type: str | None = None, on_one_host: bool = False) -> BackendChoice:
+def choose_backend(
+    requested: str = "auto", launcher: str | None = None, device_type: str | None = None, on_one_host: bool = False
+) -> BackendChoice:
     """Return the backend to use: the requested one, or the fastest that this machine has.
 
+    ``launcher`` is who has started the ranks: under ``mpiexec`` CPU ranks get MPI, if mpi4py is there.
     ``device_type`` is where the tensors are, by default on a GPU where there is one; ``on_one_host`` says that all
     ranks are known to run on this host.
 
@@ -30,14 +33,29 @@ def choose_backend(requested: str = "auto", device_type: str | None = None, on_o
         ConfigError: the requested backend is not built into this torch.
     """
     if requested not in ("auto", None):
-        _check_available(requested)
-        if "shm" in requested:
-            shm.register()
-        return BackendChoice(requested, "asked for")
+        return _take(requested)
     if torch.cuda.is_available() and device_type != "cpu":
         if dist.is_nccl_available():
             return BackendChoice("nccl", f"{torch.cuda.device_count()} CUDA device(s)")
         return BackendChoice("gloo", "CUDA devices, but this torch is built without NCCL")
+    if launcher == "mpiexec" and mpi.is_available() is None:
+        mpi.register()
+        return BackendChoice(mpi.NAME, "CPU ranks that mpiexec has started")
+    return _choose_for_cpu(on_one_host)
+
+
+def _take(requested: str) -> BackendChoice:
+    if requested == "mpi" and not dist.is_mpi_available():
+        requested = mpi.NAME  # torch's wheels come without MPI
+    _check_available(requested)
+    if requested == mpi.NAME:
+        mpi.register()
+    if "shm" in requested:
+        shm.register()
+    return BackendChoice(requested, "asked for")
+
+
+def _choose_for_cpu(on_one_host: bool) -> BackendChoice:
     if not dist.is_gloo_available():
         raise ConfigError(f"no backend for CPU tensors: this torch ({torch.__version__}) is built without gloo")
     if not on_one_host:
@@ -69,6 +87,8 @@ def _check_available(requested: str) -> None:
     reason = shm.is_available() if "shm" in requested else None
     if reason is not None:
         raise ConfigError(f"backend 'shm' was asked for, but {reason}; use backend 'auto'")
+    if requested == mpi.NAME and mpi.is_available() is not None:
+        raise MissingExtraError(f"backend 'mpi' was asked for, but {mpi.is_available()}")
     probes = {"nccl": dist.is_nccl_available, "gloo": dist.is_gloo_available, "mpi": dist.is_mpi_available}
     for part in requested.split(","):
         name = part.split(":")[-1]

@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from gradsync.comm.backends import are_on_one_host, choose_backend
+from gradsync.comm.interfaces import check_choices
+from gradsync.comm.launchers import adopt
 from gradsync.errors import BackendError, ConfigError
 
 logger = logging.getLogger("gradsync")
@@ -57,16 +60,25 @@ def init_process_group(
 ) -> None:
     """Start the default process group; the arguments are those of ``torch.distributed.init_process_group``.
 
-    ``backend="auto"`` takes NCCL where there are CUDA devices, shared memory (``shm``) for CPU ranks that are known to
-    run on one Linux host, and gloo elsewhere; ``device_type="cpu"`` asks for what fits CPU tensors where there are
-    GPUs. What was chosen is logged on rank 0 (logger ``gradsync``, level INFO).
+    ``backend="auto"`` takes NCCL where there are CUDA devices, MPI where ``mpiexec`` has started the ranks (and
+    mpi4py is installed), shared memory (``shm``) for CPU ranks that are known to run on one Linux host, and gloo
+    elsewhere; ``device_type="cpu"`` asks for what fits CPU tensors where there are GPUs. What was chosen is logged on
+    rank 0 (logger ``gradsync``, level INFO). The place among the ranks comes from the environment as torchrun sets it,
+    or from that of Slurm's ``srun`` or of ``mpiexec``.
 
     Raises:
         ConfigError: the backend is not available, or the environment lacks what ``env://`` needs.
         BackendError: the ranks did not find each other within the time-out.
     """
-    choice = choose_backend(backend or "auto", device_type, are_on_one_host(init_method, store))
-    if store is None and init_method in (None, "env://"):
+    check_choices(os.environ)
+    is_by_environment = store is None and init_method in (None, "env://")
+    place = adopt(os.environ) if is_by_environment else None
+    launcher = None if place is None else place.launcher
+    choice = choose_backend(backend or "auto", launcher, device_type, are_on_one_host(init_method, store))
+    if launcher == "mpiexec" and "MASTER_ADDR" not in os.environ:
+        store = _meet_through_mpi(timeout)
+        world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    elif is_by_environment:
         _check_environment(world_size, rank)
     if choice.name == "nccl" and "device_id" not in kwargs:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", max(rank, 0))) % torch.cuda.device_count())
@@ -86,6 +98,20 @@ def init_process_group(
         ) from error
     if dist.get_rank() == 0:
         logger.info("process group: %s, %d rank(s) (%s)", choice.name, dist.get_world_size(), choice.reason)
+
+
+def _meet_through_mpi(timeout: timedelta | None) -> Any:
+    from gradsync.comm import mpi
+
+    reason = mpi.is_available()
+    if reason is not None:
+        raise ConfigError(
+            f"mpiexec has started this process, and the ranks would agree on an address through MPI, but {reason}; "
+            f"or set MASTER_ADDR to the name of rank 0's host and MASTER_PORT to a free port there"
+        )
+    from gradsync.comm.mpi_store import store_through_mpi
+
+    return store_through_mpi(timeout or default_pg_timeout)
 
 
 def _check_environment(world_size: int, rank: int) -> None:

@@ -23,6 +23,7 @@ from gradsync.ddp.plan import Plan, make_plan, parameter_spec
 from gradsync.ddp.readiness import Readiness
 from gradsync.ddp.settings import Reduction, Settings
 from gradsync.ddp.sharding import Sharding
+from gradsync.ddp.tuning import ReadyTimes
 from gradsync.ddp.watch import ModuleWatch
 
 _serials = itertools.count()
@@ -51,6 +52,8 @@ class Planned:
         """For each parameter, whether anything was accumulated since it was last synchronised."""
         self._hooks = ParameterHooks(self)
         self._is_detached = False
+        self.times: ReadyTimes | None = None
+        """When gradients arrive, while that is measured."""
         self.is_order_agreed = False
         """Whether the ranks have agreed on the order of gradients for these parameters."""
         claim(self, [p for _, p in watch.trainable()])
@@ -102,6 +105,7 @@ class Planned:
         self.watch.accept()
         self._register_hooks()
         self.readiness = Readiness(len(named))
+        self.times = None
         self.is_order_agreed = False
         self._use_plan(self._plan_for(reversed(range(len(named)))), results)
 

@@ -35,6 +35,7 @@ is reset.
 
 import contextlib
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -46,9 +47,10 @@ from gradsync.ddp.agreement import (
     NamedParameter,
     change_digest,
     check_abandoned,
-    check_same_change,
     check_same_hook,
     check_same_pass,
+    is_same_change,
+    raise_other_change,
 )
 from gradsync.ddp.backward import is_accumulating
 from gradsync.ddp.bucket import Bucket, local_grad, local_tensor
@@ -74,6 +76,8 @@ from gradsync.ddp.replica_check import ReplicaCheck
 from gradsync.ddp.rounds import reduce_newcomers, reduce_sparse
 from gradsync.ddp.settings import Reduction, Settings
 from gradsync.ddp.timeline import Timeline
+from gradsync.ddp.tuned_plan import tuned_plan
+from gradsync.ddp.tuning import ReadyTimes
 from gradsync.ddp.watch import ModuleWatch
 from gradsync.errors import ContractError, NonFiniteError, ReducerFailedError
 
@@ -104,6 +108,7 @@ class Reducer(Planned, ReducerSurface):
         self._change: list[NamedParameter] | None = None
         self._converted: dict[int, torch.Tensor | None] = {}
         self._carried_retired: dict[int, torch.Tensor] = {}
+        self._begin_s = self._backward_s = 0.0
         super().__init__(watch, groups, settings)
 
     # ------------------------------------------------------------- the pass begins
@@ -166,8 +171,15 @@ class Reducer(Planned, ReducerSurface):
         refuse_compiled_autograd(self.rank)
         self._open_pass()
         self._pass = attend(self)
-        self._hooks.write_down(self._waits_for_end if self._expected is not None else b"\1" * len(self.specs))
+        self._hooks.write_down(self._not_waited_for())
+        self._begin_s = time.perf_counter()
         return True
+
+    def _not_waited_for(self) -> bytes | bytearray:
+        """Mark the parameters whose gradients complete no bucket before backward is over."""
+        if self.times is not None:
+            return bytes(len(self.specs))  # every gradient's time is asked for
+        return self._waits_for_end if self._expected is not None else b"\1" * len(self.specs)
 
     def _open_pass(self) -> None:
         awaited = self.readiness.num_awaited(self.plan)
@@ -198,6 +210,8 @@ class Reducer(Planned, ReducerSurface):
             return
         self.touched[index] = 1
         self._counts[index] += 1
+        if self.times is not None:
+            self.times.current[index] = time.perf_counter() - self._begin_s
         if self._expected is None:
             self.readiness.order.append(index)
             return
@@ -304,6 +318,7 @@ class Reducer(Planned, ReducerSurface):
         """Launch what is left; returns whether this was a pass at all (``torch.autograd.grad`` is none)."""
         self._pass = None
         self.timeline.local_ends()
+        self._backward_s = time.perf_counter() - self._begin_s
         self._read_written()
         self.backward_over()
         if not any(self._counts) and not is_accumulating(self._forward_thread):
@@ -446,10 +461,11 @@ class Reducer(Planned, ReducerSurface):
 
     def _check(self, words: ControlWords) -> None:
         """Raise, on all ranks alike, if the ranks were not in the same pass of the same plan."""
-        mine = self._change if self._change is not None else list(zip(self.names, self.parameters, strict=True))
         try:
             check_abandoned(words.slots, self.rank, self.num_passes)
-            check_same_change(words.slots, mine, self.control_group)
+            if not is_same_change(words.slots):
+                planned = list(zip(self.names, self.parameters, strict=True))
+                raise_other_change(planned if self._change is None else self._change, self.control_group)
         except ContractError:
             self._drop_gradients()
             raise
@@ -532,13 +548,25 @@ class Reducer(Planned, ReducerSurface):
         if not joined:
             self.readiness.learn(self._late)
         if self.is_order_agreed:
+            self._tune()
             return
         self.is_order_agreed = True
+        self.times = ReadyTimes(len(self.specs)) if self.settings.tunes_buckets and self.plan.buckets else None
         mine = torch.tensor(self.readiness.ready_order(), dtype=torch.int64)
         agreed = broadcast_tensors(self.control_group, [mine], source=0)[0].tolist()
         plan = self._plan_for(agreed)
         if plan.buckets != self.plan.buckets:
             self._use_plan(plan, self._results())
+
+    def _tune(self) -> None:
+        """With ``bucket_cap_mb="auto"``: after a few passes make the plan that fits the measured times."""
+        if self.times is None or self.sharding is not None:
+            return
+        self.times.end_pass(self._backward_s)
+        if self.times.is_complete:
+            ready_s = self.times.medians()
+            self.times = None
+            self._use_plan(tuned_plan(self, ready_s), self._results())
 
     def _take_change(self) -> None:
         """Adopt another set of trainable parameters, which is the same on all ranks (see ``_check_change``)."""

@@ -26,3 +26,5 @@ class Settings:
     """Passes between comparisons of the ranks' parameters; 0 for none."""
     check_finite: bool = False
     """Whether to look for gradients that are infinite or not a number before they are averaged."""
+    tunes_buckets: bool = False
+    """Whether the plan is to be fitted to the link once it is known when gradients arrive."""

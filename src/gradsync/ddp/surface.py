@@ -108,6 +108,7 @@ class TorchSurface(TorchDDP):
         if not callable(hook):
             raise AssertionError(f"hook must be callable, got {type(hook).__name__}")
         self.buffer_hook = _BufferCommHook(hook, state, comm_hook_location)
+        self._ddp._look_for_duties()
 
     def _synchronize_buffers(self, source: int) -> None:
         """Make the buffers equal on all ranks: by the user's hook, or by sending rank ``source``'s."""

@@ -33,6 +33,7 @@ class ModuleWatch:
         self._parameters = _Slots(parameters)
         self._buffers = [(prefix, m._buffers) for prefix, m in modules]
         self._buffer_dicts = [buffers for _, buffers in self._buffers]
+        self._has_other_children: bool | None = None
         self._watched = [p for d in parameters for p in d.values() if p is not None]
         self._is_trainable = list(map(_requires_grad, self._watched))
         self._dtypes = list(map(_dtype, self._watched))
@@ -44,11 +45,23 @@ class ModuleWatch:
             return False  # a backward that outlives its wrapper
         return (
             self._parameters.have_changed()
-            or self._children.have_changed()
+            or self._have_children_changed()
             or list(map(_requires_grad, self._watched)) != self._is_trainable
             or list(map(_dtype, self._watched)) != self._dtypes
             or _sizes(self._watched) != self._sizes
         )
+
+    def _have_children_changed(self) -> bool:
+        """Look whether modules came or went, unless ``has_buffers`` has looked since the last time."""
+        found, self._has_other_children = self._has_other_children, None
+        return self._children.have_changed() if found is None else found
+
+    def has_buffers(self) -> bool:
+        """Whether there are buffers at all; asked before every forward, where most models have none."""
+        self._has_other_children = self._children.have_changed()
+        if not self._has_other_children and not any(map(len, self._buffer_dicts)):
+            return False
+        return bool(self.buffers())
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters to synchronise, each once, in registration order, named as in the bare module."""
@@ -69,7 +82,7 @@ class ModuleWatch:
             return {bare_name(n): b for n, b in named if _is_dense(b) and bare_name(n) not in self.ignored}
         found: dict[str, torch.Tensor] = {}
         seen: set[int] = set()
-        for prefix, buffers in self._buffers if any(map(len, self._buffer_dicts)) else ():
+        for prefix, buffers in self._buffers:
             for name, buffer in buffers.items():
                 full = f"{prefix}.{name}" if prefix else name
                 if buffer is None or id(buffer) in seen or full in self.ignored or not _is_dense(buffer):
