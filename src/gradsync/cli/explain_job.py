@@ -26,7 +26,7 @@ from gradsync.ddp.plan import MIB
 from gradsync.model.gpt2 import GPT2, GPT2Config
 from gradsync.train.profiling import profile
 
-_MIN_BUCKETS = 4
+_NUM_PIECES = 8
 _ONE_VALUE = 1.0
 
 
@@ -107,8 +107,8 @@ class _Walk:
     def _wrap(self, module: nn.Module) -> DistributedDataParallel:
         return DistributedDataParallel(module, bucket_cap_mb=None if self._cap_bytes is None else self._cap_bytes / MIB)
 
-    def _loss(self, ddp: nn.Module) -> torch.Tensor:
-        return self._workload.loss(ddp, self._workload.batch(self._rank))
+    def _loss(self, ddp: nn.Module, num_batch: int = 0) -> torch.Tensor:
+        return self._workload.loss(ddp, self._workload.batch(self._rank + num_batch * dist.get_world_size()))
 
     def _step(self, ddp: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
@@ -180,7 +180,7 @@ class _Walk:
             self._loss(ddp).backward()  # type: ignore[no-untyped-call]
         num_passes = ddp.reducer.num_passes - before
         first = _value(shown.grad, index)
-        second = self._local(shown, index, lambda: self._loss(ddp).backward())  # type: ignore[no-untyped-call]
+        second = self._local(shown, index, lambda: self._loss(ddp, num_batch=1).backward())  # type: ignore[no-untyped-call]
         row = {"rank": self._rank, "first": first, "second": second, "result": _value(shown.grad, index)}
         return {"num_passes": num_passes, "row": row}
 
@@ -251,7 +251,7 @@ def _token_loss(module: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> 
 
 def _small_cap(module: nn.Module) -> int:
     """Return a limit that gives a small model a few buckets."""
-    return max(sum(p.numel() * p.element_size() for p in module.parameters()) // _MIN_BUCKETS, 1)
+    return max(sum(p.numel() * p.element_size() for p in module.parameters()) // _NUM_PIECES, 1)
 
 
 def _state(module: nn.Module) -> dict[str, torch.Tensor]:

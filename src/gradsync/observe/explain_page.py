@@ -170,7 +170,7 @@ class _Page:
             for kind, name in names.items()
             for row in found["rows"]
         ]
-        used = {"lonely_used": found["lonely_used"], "spare_used": found["spare_used"] or self._texts["none"]}
+        used = {"lonely_used": found["lonely_used"], "spare_used": found["spare_used"]}
         return [
             self._heading("unused_title"),
             self._paragraph("unused", **names, **used),
@@ -253,4 +253,4 @@ def _ms(seconds: float) -> str:
 def _size(num_bytes: int) -> str:
     if num_bytes >= 2**20:
         return f"{num_bytes / 2**20:.1f} MiB"
-    return f"{num_bytes / 2**10:.1f} KiB" if num_bytes >= 2**10 else f"{num_bytes} bytes"
+    return f"{num_bytes / 2**10:.1f} KiB" if num_bytes >= 2**10 else f"{num_bytes} B"

@@ -89,7 +89,7 @@ TEXTS: dict[str, dict[str, str]] = {
         "<code>{spare}</code> nowhere. Behind the gradients of the last bucket travel a few <i>control words</i>, in "
         "which each rank says what it used. So afterwards every rank knows: <code>{lonely}</code> was used by "
         "{lonely_used} of {nproc} ranks, and those without it count as zeros; <code>{spare}</code> was used by "
-        "{spare_used}, so its gradient stays what it was, <code>None</code>. No flag is needed, and nobody hangs.",
+        "{spare_used} of them, so its gradient stays what it was, <code>None</code>. No flag is needed, and nobody hangs.",
         "where_title": "Where the time goes",
         "where": "What a rank needs by itself between two passes, in the median of the last {num_passes}: waiting for "
         "data, forward and loss, backward up to its last own gradient, the optimizer. The ranks wait for each other in "
@@ -103,7 +103,6 @@ TEXTS: dict[str, dict[str, str]] = {
         "<code>bucket_cap_mb</code>.",
         "exposed_little": "Of a step of {step} the rank waited for {exposed}: there is little to win from faster "
         "communication here.",
-        "none": "none",
         "made": "Written by <code>{command}</code>, gradsync {version}, torch {torch}.",
         "phase_data": "data",
         "phase_forward": "forward",
@@ -195,7 +194,6 @@ TEXTS: dict[str, dict[str, str]] = {
         "更少的同步）、<code>gradsync.bf16_compress_hook</code>（字节减半）、更快的后端（单机用 <code>shm</code>，GPU 用 NCCL），"
         "或者换一个 <code>bucket_cap_mb</code>。",
         "exposed_little": "一步 {step} 中，进程只等待了 {exposed}：在这里，更快的通信带不来多少好处。",
-        "none": "无",
         "made": "由 <code>{command}</code> 生成，gradsync {version}，torch {torch}。",
         "phase_data": "等数据",
         "phase_forward": "前向",

@@ -5,15 +5,16 @@ const TIMELINE_WORDS = {
     rank: "rank", optimizer: "optimizer", data: "data", forward: "forward and loss", backward: "backward",
     finish: "end of the pass", hidden: "all-reduce, hidden under computation", exposed: "all-reduce, exposed: the rank waits",
     bucket: "bucket", ready: "ready", launched: "launched", done: "done", waited: "waited", pass: (number) => `pass ${number}`, choose: "pass", zoom: "backward only",
-    holds: "holds", parameters: "parameters", touch: "Touch or point at a bar to read its times.",
-    carries: "carries", backend: "backend", ranks: "ranks",
+    holds: "holds", parameters: "parameters", touch: "Touch or point at a bar to read its times.", touchMap: "Touch or point at a piece to read its name and size.",
+    carries: "carries", backend: "backend", ranks: "ranks", carried: {},
   },
   zh: {
     rank: "rank", optimizer: "优化器", data: "等数据", forward: "前向与损失", backward: "反向",
     finish: "收尾", hidden: "all-reduce，被计算掩盖", exposed: "all-reduce，暴露在外：进程在等",
     bucket: "桶", ready: "就绪", launched: "发出", done: "完成", waited: "等待", pass: (number) => `第 ${number} 次同步`, choose: "同步的序号", zoom: "只看反向",
-    holds: "装着", parameters: "个参数", touch: "点按或指向色条可读出时间。",
-    carries: "承载", backend: "后端", ranks: "进程",
+    holds: "装着", parameters: "个参数", touch: "点按或指向色条可读出时间。", touchMap: "点按或指向色块可读出名字和大小。",
+    carries: "承载", backend: "后端", ranks: "rank",
+    carried: {"buckets": "桶", "control words": "控制字", "buckets and control words": "桶和控制字"},
   },
 };
 const PHASE_COLOURS = {optimizer: "var(--c3)", data: "var(--c4)", forward: "var(--c2)", backward: "var(--c0)", finish: "var(--line)"};
@@ -171,7 +172,7 @@ function drawTimeline(place, recording, options = {}) {
 // One bar a bucket, as long as its bytes; one piece a parameter.
 function drawBucketMap(place, buckets) {
   const words = timelineWords(), largest = Math.max(...buckets.map((bucket) => bucket.num_bytes), 1);
-  const box = node("div", {class: "timeline"}), read = node("div", {class: "read"}, words.touch);
+  const box = node("div", {class: "timeline"}), read = node("div", {class: "read"}, words.touchMap);
   box.append(read);
   place.append(box);
   drawnToFit(box, (width) => {
@@ -219,6 +220,6 @@ function drawGroups(place, groups) {
   const words = timelineWords(), table = node("table");
   table.append(node("tr", {}, ...[words.carries, words.backend, words.ranks].map((text) => node("th", {}, text))));
   for (const group of groups)
-    table.append(node("tr", {}, ...[group.carries, group.backend, group.ranks.join(", ")].map((text) => node("td", {}, text))));
+    table.append(node("tr", {}, ...[words.carried[group.carries] ?? group.carries, group.backend, group.ranks.join(", ")].map((text) => node("td", {}, text))));
   place.append(node("div", {class: "scroll"}, table));
 }
