@@ -104,6 +104,23 @@ def test_a_profile_records_all_ranks_exactly_and_writes_trace_and_page(ranks, tm
     assert "</html>" in (tmp_path / "out" / "timeline.html").read_text()
 
 
+def profile_of_slices(rank, world):
+    ddp = make_ddp()
+    optimizer = gradsync.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, ddp=ddp, lr=0.01)
+    with gradsync.profile(ddp, steps=4) as profile:
+        for _ in range(4):
+            optimizer.zero_grad()
+            ddp(torch.randn(8, 32)).square().mean().backward()
+            optimizer.step()
+    return profile.verdict, [span.phase for span in profile.report.passes[-1].spans]
+
+
+def test_a_sharded_optimizer_can_be_profiled(ranks):
+    for verdict, phases in ranks(profile_of_slices):
+        assert "ms" in verdict
+        assert phases == ["optimizer", "data", "forward", "backward", "finish"]
+
+
 def wrong_profiles(rank, world):
     ddp = make_ddp()
     for wrong, steps in ((ddp.module, 3), (ddp, 0)):

@@ -150,7 +150,8 @@ def record_of(raw: RawPass, is_on_host: bool = True) -> PassRecord:
         number=raw.number,
         began_s=began * 1e-9,
         duration_s=(raw.ended_ns - began) * 1e-9,
-        is_exact=raw.is_exact,
+        # the pieces of a sharded optimizer's collectives have no future to be told by
+        is_exact=raw.is_exact and all(raw.done),
         spans=tuple(Span(PHASES[phase], (s - began) * 1e-9, (e - began) * 1e-9) for phase, s, e in raw.spans),
         buckets=tuple(
             BucketTimes(
