@@ -38,6 +38,15 @@ def test_a_users_model_is_explained_with_its_own_names(tmp_path):
     ]
 
 
+def test_a_factory_that_is_not_there_is_refused_in_one_line(tmp_path):
+    finished = gradsync("explain", "--model", "mine:make", cwd=tmp_path)
+    assert finished.returncode == 2
+    assert finished.stdout == ""
+    assert finished.stderr.startswith("gradsync explain: error: --model mine:make: No module named 'mine'; give MODULE")
+    assert finished.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

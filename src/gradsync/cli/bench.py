@@ -1,6 +1,7 @@
 """``gradsync bench``: the same training step under different engines, side by side, in one run."""
 
 import json
+import logging
 import os
 import platform
 import statistics
@@ -147,15 +148,18 @@ def run_ranks(entry: Any, nproc: int, job: Any) -> dict[int, Any]:
 
     from gradsync.cli.launch import launch_config
 
+    # it reports every failure at length; we say it in one line
+    for talker in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(talker).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory(prefix="gradsync-") as folder:
         try:
             results: dict[int, Any] = elastic_launch(launch_config(nproc, Path(folder)), entry)(job)
         except ChildFailedError as error:
             rank, lost = error.get_first_failure()
-            raise BackendError(
-                f"rank {rank} of the measurement failed (exit code {lost.exitcode}): {lost.message}"
-            ) from error
+            said: Any = lost.message
+            message = said["message"] if isinstance(said, dict) else said
+            raise BackendError(f"rank {rank} failed (exit code {lost.exitcode}): {message}") from error
     return results
 
 

@@ -66,6 +66,8 @@ def _story(options: Any, command: str) -> dict[str, Any]:
     by_rank = run_ranks(explain_on_rank, options.nproc, job)
     found = [by_rank[rank] for rank in range(options.nproc)]
     first = found[0]
+    if "problem" in first:
+        raise ConfigError(first["problem"])
     recording = _with_gradients(first["recording"], [rank["arrivals"] for rank in found])
     return {
         "model": _NAMES.get(options.model, options.model),

@@ -23,6 +23,7 @@ from gradsync.bench.workloads import Workload, workload_of_factory
 from gradsync.comm.process import destroy_process_group, init_process_group
 from gradsync.ddp.module import DistributedDataParallel
 from gradsync.ddp.plan import MIB
+from gradsync.errors import ConfigError
 from gradsync.model.gpt2 import GPT2, GPT2Config
 from gradsync.train.profiling import profile
 
@@ -55,11 +56,15 @@ class SimpleModel(nn.Module):
 
 
 def explain_on_rank(job: ExplainJob) -> dict[str, Any]:
-    """Run the steps and return what this rank saw."""
+    """Run the steps and return what this rank saw; or, as ``problem``, what is wrong with the user's model."""
+    try:
+        workload = _workload(job.model)
+    except ConfigError as error:
+        return {"problem": str(error)}
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     init_process_group(job.backend)
-    found = _Walk(job).run()
+    found = _Walk(job, workload).run()
     destroy_process_group()
     return found
 
@@ -67,10 +72,10 @@ def explain_on_rank(job: ExplainJob) -> dict[str, Any]:
 class _Walk:
     """The steps of the explanation, in the order in which the page tells them."""
 
-    def __init__(self, job: ExplainJob) -> None:
+    def __init__(self, job: ExplainJob, workload: Workload) -> None:
         self._job = job
         self._rank = dist.get_rank()
-        self._workload = _workload(job.model)
+        self._workload = workload
         self._losses: list[float] = []
         self._arrivals: list[list[tuple[str, float]]] = []
 

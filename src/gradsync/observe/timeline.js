@@ -5,14 +5,14 @@ const TIMELINE_WORDS = {
     rank: "rank", optimizer: "optimizer", data: "data", forward: "forward and loss", backward: "backward",
     finish: "end of the pass", hidden: "all-reduce, hidden under computation", exposed: "all-reduce, exposed: the rank waits",
     bucket: "bucket", ready: "ready", launched: "launched", done: "done", waited: "waited", pass: (number) => `pass ${number}`, choose: "pass", zoom: "backward only",
-    holds: "holds", parameters: "parameters", touch: "Touch or point at a bar to read its times.", touchMap: "Touch or point at a piece to read its name and size.",
+    holds: "holds", parameters: "parameters", mostly: "mostly", touch: "Touch or point at a bar to read its times.", touchMap: "Touch or point at a piece to read its name and size.",
     carries: "carries", backend: "backend", ranks: "ranks", carried: {},
   },
   zh: {
     rank: "rank", optimizer: "优化器", data: "等数据", forward: "前向与损失", backward: "反向",
     finish: "收尾", hidden: "all-reduce，被计算掩盖", exposed: "all-reduce，暴露在外：进程在等",
     bucket: "桶", ready: "就绪", launched: "发出", done: "完成", waited: "等待", pass: (number) => `第 ${number} 次同步`, choose: "同步的序号", zoom: "只看反向",
-    holds: "装着", parameters: "个参数", touch: "点按或指向色条可读出时间。", touchMap: "点按或指向色块可读出名字和大小。",
+    holds: "装着", parameters: "个参数", mostly: "主要是", touch: "点按或指向色条可读出时间。", touchMap: "点按或指向色块可读出名字和大小。",
     carries: "承载", backend: "后端", ranks: "rank",
     carried: {"buckets": "桶", "control words": "控制字", "buckets and control words": "桶和控制字"},
   },
@@ -130,7 +130,7 @@ function drawTimeline(place, recording, options = {}) {
     const image = shape("svg", {viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": recording.verdict});
     for (const tick of timeTicks(end - start, width < 500 ? 3 : 8)) {
       image.append(shape("line", {x1: x(start + tick), x2: x(start + tick), y1: 16, y2: height, stroke: "var(--grid)"}));
-      image.append(shape("text", {x: x(start + tick), y: 11, "text-anchor": tick === 0 ? "start" : x(start + tick) > width - 30 ? "end" : "middle"}, ms(tick)));
+      image.append(shape("text", {x: x(start + tick), y: 11, "text-anchor": tick === 0 ? "start" : x(start + tick) > width - 30 ? "end" : "middle"}, tick === 0 ? "0" : ms(tick)));
     }
     let top = 18;
     for (const lane of lanes) {
@@ -179,7 +179,8 @@ function drawBucketMap(place, buckets) {
     const rowHeight = 38, image = shape("svg", {viewBox: `0 0 ${width} ${buckets.length * rowHeight}`, role: "img"});
     buckets.forEach((bucket, row) => {
       const y = row * rowHeight, scale = (width - 2) / largest, most = [...bucket.parameters].sort((a, b) => b.num_bytes - a.num_bytes)[0];
-      const room = Math.floor((width - 8) / 6.3), title = `${words.bucket} ${bucket.number} · ${bytes(bucket.num_bytes)} · ${bucket.parameters.length} ${words.parameters}${most ? ` · ${most.name}` : ""}`;
+      const room = Math.floor((width - 8) / 6.3), count = width < 500 ? "" : ` · ${bucket.parameters.length} ${words.parameters}`;
+      const title = `${words.bucket} ${bucket.number} · ${bytes(bucket.num_bytes)}${count}${most ? ` · ${words.mostly} ${most.name}` : ""}`;
       image.append(shape("text", {x: 1, y: y + 12, class: "name"}, title.length > room ? `${title.slice(0, room - 1)}…` : title));
       bucket.parameters.forEach((one, index) => image.append(shape("rect", {
         x: (1 + one.offset_bytes * scale).toFixed(2), width: Math.max(one.num_bytes * scale - (one.num_bytes * scale > 3 ? 1 : 0), 0.5).toFixed(2), y: y + 17, height: 15,
