@@ -1,8 +1,11 @@
 """Finding the sequences behind a step that was not finite."""
 
+from types import SimpleNamespace
+
 import torch
 from torch import nn
 
+from gradsync.parallel.held import held_whole
 from gradsync.train.nonfinite import explain, find_parameter, find_sequences
 from gradsync.train.ranks import Alone
 
@@ -18,9 +21,14 @@ class Lookup(nn.Module):
             self.table.weight[3] = float("inf")
             self.table.weight[4] = 0.0
 
-    def forward(self, inputs, targets, reduction):
-        values = self.table(inputs)
-        return values, values.sqrt().sum()  # the gradient at 0 is infinite
+    is_collective = False
+
+    @property
+    def held(self):
+        return held_whole(self)
+
+    def summed_loss(self, inputs, targets):
+        return self.table(inputs).sqrt().sum()  # the gradient at 0 is infinite
 
 
 def batch(*rows):
@@ -49,22 +57,39 @@ def test_the_sentence_names_rank_step_and_sequences():
     assert explain(Alone(), 7, [], float("inf"), []).endswith("on the sum of all ranks only")
 
 
+class Two(nn.Module):
+    """A lookup, and a layer that uses what it brings; perhaps with buckets."""
+
+    is_collective = False
+    ddp = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(1, 1, bias=False), Lookup()
+
+    @property
+    def held(self):
+        return held_whole(self)
+
+    def summed_loss(self, inputs, targets):
+        values = self.second.table(inputs)
+        return self.first(values).sum() + values.sqrt().sum()
+
+
+def with_buckets(*names):
+    places = [SimpleNamespace(number=i, parameters=[SimpleNamespace(name=name)]) for i, name in enumerate(names)]
+    model = Two()
+    object.__setattr__(model, "ddp", SimpleNamespace(report=lambda: SimpleNamespace(buckets=places)))
+    return model
+
+
 def test_the_parameter_is_the_first_in_backward_with_its_bucket():
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(1, 1, bias=False), Lookup()
-
-        def forward(self, inputs, targets, reduction):
-            values, loss = self.second(inputs, targets, reduction)
-            return values, (self.first(values.sqrt()) + loss).sum()
-
-    model, cpu = Two(), torch.device("cpu")
-    assert find_parameter(model, [batch([0, 1])], cpu, []) == ""
-    assert find_parameter(model, [batch([0, 1]), batch([4])], cpu, []) == "second.table.weight"
-    buckets = [["first.weight"], ["second.table.weight"]]
-    assert find_parameter(model, [batch([4])], cpu, buckets) == "second.table.weight, bucket 1"
-    assert find_parameter(model, [batch([3])], cpu, buckets) == "first.weight, bucket 0"
+    cpu = torch.device("cpu")
+    assert find_parameter(Two(), [batch([0, 1])], cpu) == ""
+    assert find_parameter(Two(), [batch([0, 1]), batch([4])], cpu) == "second.table.weight"
+    model = with_buckets("first.weight", "second.table.weight").train()
+    assert find_parameter(model, [batch([4])], cpu) == "second.table.weight, bucket 1"
+    assert find_parameter(model, [batch([3])], cpu) == "first.weight, bucket 0"
     assert model.training
     text = explain(Alone(), 7, [13], float("inf"), [0], "first.weight, bucket 0")
     assert text.endswith("rank 0 (sequences: 13; first in first.weight, bucket 0)")

@@ -25,6 +25,7 @@ COMMANDS = {
     "report": ("gradsync.cli.report", "write a page about one or several runs"),
     "bench": ("gradsync.cli.bench", "time a training step under different engines, side by side"),
     "explain": ("gradsync.cli.explain", "write a page that explains data-parallel training with a real run"),
+    "prove": ("gradsync.cli.prove", "show that every way of training computes what one process does"),
     "sample": ("gradsync.cli.sample", "print text from a trained run"),
 }
 

@@ -104,10 +104,12 @@ class RankWatch:
         self._told = now
 
 
-def watch_of(model: Any, config: TrainConfig, folder: Path, note: Callable[[str], None]) -> Watch:
-    """Return the watch of a run's model."""
-    if isinstance(model, DistributedDataParallel) and model.reducer.world_size > 1:
-        return RankWatch(model, config, folder, note)
+def watch_of(
+    ddp: DistributedDataParallel | None, config: TrainConfig, folder: Path, note: Callable[[str], None]
+) -> Watch:
+    """Return the watch of a run's wrapped model, if it is wrapped."""
+    if ddp is not None and ddp.reducer.world_size > 1:
+        return RankWatch(ddp, config, folder, note)
     if config.trace:
         note("--trace: nothing is traced, since there are no other ranks of a data-parallel run to wait for")
     return NoWatch()
