@@ -5,9 +5,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradsync.cli.main import main
 from gradsync.data.loader import GlobalBatchLoader
+from gradsync.errors import ContractError
 from gradsync.train.ranks import Group
 from training_jobs import Notebook, metrics, options_for, train, write_text
 
@@ -74,3 +77,28 @@ def test_a_lone_process_says_that_there_is_nothing_to_trace(folder):
     train(config, view=view)
     assert [note for note in view.notes if note.startswith("--trace: nothing is traced")] != []
     assert not (Path(config.run) / "trace.json").exists()
+
+
+def train_with_a_broken_replica(rank, world, config, broken_step):
+    steps = []
+
+    def corrupt(optimizer, *_):
+        steps.append(1)
+        if rank == 1 and len(steps) == broken_step:
+            with torch.no_grad():
+                optimizer.param_groups[0]["params"][0].view(-1)[0] += 1e-3
+
+    handle = register_optimizer_step_post_hook(corrupt)
+    try:
+        with pytest.raises(ContractError) as caught:
+            train(config, Group())
+    finally:
+        handle.remove()
+    return str(caught.value)
+
+
+def test_the_step_in_which_a_replica_first_differs_is_named(folder, ranks):
+    messages = ranks(train_with_a_broken_replica, options_for(folder, check_replicas_every=1), 3)
+    for rank, message in enumerate(messages):
+        assert message.startswith(f"step 4: rank {rank}: the replicas differ: ")
+        assert "has other values on rank(s) 1 than on rank 0" in message

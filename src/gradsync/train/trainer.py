@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from gradsync.data.loader import GlobalBatchLoader
 from gradsync.ddp.sharded_optimizer import ZeroRedundancyOptimizer
-from gradsync.errors import CheckpointError, NonFiniteError
+from gradsync.errors import CheckpointError, ContractError, NonFiniteError
 from gradsync.observe.records import StepRecord
 from gradsync.parallel.replica import Replica
 from gradsync.train.config import TrainConfig
@@ -142,7 +142,10 @@ class Trainer:
 
         on_device = [(inputs.to(parts.device), targets.to(parts.device)) for inputs, targets in micro_batches]
         # See [Note: Exact averaging].
-        parts.replica.forward_backward(on_device, parts.loader.tokens_per_step, vote)
+        try:
+            parts.replica.forward_backward(on_device, parts.loader.tokens_per_step, vote)
+        except ContractError as error:  # the engine counts passes since this start
+            raise ContractError(f"step {self.step + 1}: {error}") from error
         return votes[0]
 
     def _clip_gradients(self) -> float:
