@@ -38,12 +38,18 @@ def test_a_users_model_is_explained_with_its_own_names(tmp_path):
     ]
 
 
-def test_a_factory_that_is_not_there_is_refused_in_one_line(tmp_path):
-    finished = gradsync("explain", "--model", "mine:make", cwd=tmp_path)
-    assert finished.returncode == 2
-    assert finished.stdout == ""
-    assert finished.stderr.startswith("gradsync explain: error: --model mine:make: No module named 'mine'; give MODULE")
-    assert finished.stderr.count("\n") == 1
+def test_a_factory_that_is_not_there_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        "gradsync.cli.explain.run_ranks", lambda entry, nproc, job: {r: entry(job) for r in range(nproc)}
+    )
+    assert main(["explain", "--model", "no_such_module:make"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(
+        "gradsync explain: error: --model no_such_module:make: No module named 'no_such_module'; give MODULE"
+    )
+    assert captured.err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 
