@@ -11,7 +11,16 @@ from gradsync.train.ranks import Group
 from gradsync.train.storage import load_tensors, read_index
 from training_jobs import Notebook, losses, metrics, options_for, train, train_on_rank, write_text
 
-SHAPE = {"layers": 2, "heads": 2, "width": 16, "lr": 1e-2, "eval_every": 25, "eval_tokens": 64, "sample_tokens": 3}
+SHAPE = {
+    "layers": 2,
+    "heads": 2,
+    "width": 16,
+    "lr": 1e-2,
+    "eval_every": 25,
+    "eval_tokens": 64,
+    "sample_tokens": 3,
+    "check_replicas_every": 10,
+}
 LAYOUTS = {
     "zero": (2, {"strategy": "zero"}),
     "fsdp": (2, {"strategy": "fsdp"}),
