@@ -1,0 +1,81 @@
+"""Several hosts made of network namespaces: they meet and train; what goes wrong with one is said by the others."""
+
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hosts import Host, hosts, outputs
+from rank_program import STEP_LIMIT, batch, make_model
+
+PROGRAM = str(Path(__file__).with_name("rank_program.py"))
+TIMEOUT_S = 8.0
+PATIENCE_S = 60.0
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def three_hosts() -> Iterator[list[Host]]:
+    with hosts(3) as made:
+        yield made
+
+
+def start(
+    made: list[Host], num_steps: int, timeout_s: float, variables: dict[int, dict[str, str]] | None = None
+) -> "list[subprocess.Popen[str]]":
+    """Start one rank a host; the first host is the one where they meet."""
+    common = {"WORLD_SIZE": str(len(made)), "MASTER_ADDR": made[0].name, "MASTER_PORT": "29512", "LOCAL_RANK": "0"}
+    common["LOCAL_WORLD_SIZE"] = "1"
+    return [
+        host.start(PROGRAM, str(num_steps), str(timeout_s), **common, RANK=str(rank), **(variables or {}).get(rank, {}))
+        for rank, host in enumerate(made)
+    ]
+
+
+def trained_alone(world: int, num_steps: int) -> float:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        loss = sum(model(batch(rank, step)).square().mean() for rank in range(world)) / world
+        loss.backward()
+        optimizer.step()
+    return sum(float(parameter.detach().double().sum()) for parameter in model.parameters())
+
+
+def test_hosts_meet_by_name_and_a_slow_link_changes_nothing(three_hosts: list[Host]) -> None:
+    three_hosts[1].slow_down("20mbit")
+    processes = start(three_hosts, 20, 30.0)
+    for rank, output in enumerate(outputs(processes, PATIENCE_S)):
+        assert processes[rank].returncode == 0, output
+        value = float(output.split("finished ")[1].split()[0])
+        assert value == pytest.approx(trained_alone(3, 20), abs=1e-4)
+
+
+def test_a_host_cut_off_in_the_middle_of_a_step_is_named(three_hosts: list[Host]) -> None:
+    processes = start(three_hosts, STEP_LIMIT, TIMEOUT_S)
+    for process in processes:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "training" in line:
+                break
+    three_hosts[2].cut()
+    started = time.monotonic()
+    stories = outputs(processes, PATIENCE_S)
+    assert time.monotonic() - started < 4 * TIMEOUT_S
+    assert [process.returncode for process in processes] == [3, 3, 3], "\n".join(stories)
+    for rank in (0, 1):
+        assert "rank 2" in stories[rank], stories[rank]
+
+
+def test_a_wrong_interface_is_refused_by_its_host_and_missed_by_the_others(three_hosts: list[Host]) -> None:
+    processes = start(three_hosts, 4, TIMEOUT_S, {1: {"GLOO_SOCKET_IFNAME": "ether7"}})
+    stories = outputs(processes, PATIENCE_S)
+    assert [process.returncode for process in processes] == [3, 3, 3], "\n".join(stories)
+    assert "GLOO_SOCKET_IFNAME is 'ether7', but host node1 has no interface 'ether7'" in stories[1]
+    assert "net0 (10.213.9.2)" in stories[1]
+    for rank in (0, 2):
+        assert "rank 1" in stories[rank] or "1 of 3" in stories[rank], stories[rank]
