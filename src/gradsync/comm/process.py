@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from gradsync.comm.backends import choose_backend
+from gradsync.comm.backends import are_on_one_host, choose_backend
 from gradsync.comm.interfaces import check_choices
 from gradsync.comm.launchers import adopt
 from gradsync.errors import BackendError, ConfigError
@@ -55,14 +55,16 @@ def init_process_group(
     world_size: int = -1,
     rank: int = -1,
     store: Any = None,
+    device_type: str | None = None,
     **kwargs: Any,
 ) -> None:
     """Start the default process group; the arguments are those of ``torch.distributed.init_process_group``.
 
     ``backend="auto"`` takes NCCL where there are CUDA devices, MPI where ``mpiexec`` has started the ranks (and
-    mpi4py is installed), and gloo elsewhere. What was chosen is logged on rank 0 (logger ``gradsync``, level
-    INFO). The place among the ranks comes from the environment as torchrun sets it, or from that of Slurm's
-    ``srun`` or of ``mpiexec``.
+    mpi4py is installed), shared memory (``shm``) for CPU ranks that are known to run on one Linux host, and gloo
+    elsewhere; ``device_type="cpu"`` asks for what fits CPU tensors where there are GPUs. What was chosen is logged on
+    rank 0 (logger ``gradsync``, level INFO). The place among the ranks comes from the environment as torchrun sets it,
+    or from that of Slurm's ``srun`` or of ``mpiexec``.
 
     Raises:
         ConfigError: the backend is not available, or the environment lacks what ``env://`` needs.
@@ -72,7 +74,7 @@ def init_process_group(
     is_by_environment = store is None and init_method in (None, "env://")
     place = adopt(os.environ) if is_by_environment else None
     launcher = None if place is None else place.launcher
-    choice = choose_backend(backend or "auto", launcher)
+    choice = choose_backend(backend or "auto", launcher, device_type, are_on_one_host(init_method, store))
     if launcher == "mpiexec" and "MASTER_ADDR" not in os.environ:
         store = _meet_through_mpi(timeout)
         world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])

@@ -45,9 +45,20 @@ def reduce_newcomers(
         bucket.collect(bytearray(b"\1" * len(specs)), reducer.contribution_scale)
         reducer.reduce_extra(bucket, [specs[i].name for i in bucket_plan.indices])
         bucket.buffer.gradients.mul_(reducer.late_factor(words))
+        _add_carried(reducer, bucket, has_grad)
         bucket.write_back([bool(has_grad[i] > 0) for i in bucket_plan.indices])
         results.update((id(p), view) for p, view in bucket.results())
     return results
+
+
+def _add_carried(reducer: "Reducer", bucket: Bucket, has_grad: torch.Tensor) -> None:
+    """Put sums of earlier passes, which all ranks have alike, back under what was added to them in this one."""
+    for index, parameter in zip(bucket.plan.indices, bucket.parameters, strict=True):
+        carried = reducer.take_carried_retired(parameter)
+        if carried is not None and has_grad[index] > 0:
+            bucket.view_of(index).add_(carried)
+        elif carried is not None:
+            bucket.keep(index, carried)
 
 
 def reduce_sparse(reducer: "Reducer", words: ControlWords) -> None:
