@@ -25,6 +25,7 @@ COMMANDS = {
     "report": ("gradsync.cli.report", "write a page about one or several runs"),
     "bench": ("gradsync.cli.bench", "time a training step under different engines, side by side"),
     "prove": ("gradsync.cli.prove", "show that every way of training computes what one process does"),
+    "doctor": ("gradsync.cli.doctor", "say what will not work on this machine or these hosts, and what to do"),
     "sample": ("gradsync.cli.sample", "print text from a trained run"),
 }
 

@@ -150,7 +150,9 @@ def _shared_memory() -> list[Finding]:
     total = shutil.disk_usage(folder).total
     text = f"/dev/shm holds {total / 2**20:,.0f} MiB"
     if total < _SHM_BYTES:
-        remedy = "NCCL and workers of data loaders want more: docker run --shm-size=1g, or a memory volume in Kubernetes"
+        remedy = (
+            "NCCL and workers of data loaders want more: docker run --shm-size=1g, or a memory volume in Kubernetes"
+        )
         return [note("memory", text, remedy)]
     return [ok("memory", text)]
 

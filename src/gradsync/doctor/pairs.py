@@ -113,7 +113,9 @@ class Prober:
                 return self._measured(connection, second)
         except OSError as error:
             reason = str(error) or type(error).__name__
-            return Way(self._rank, second, error=f"{here.name} does not reach {there.name}, port {there.port}: {reason}")
+            return Way(
+                self._rank, second, error=f"{here.name} does not reach {there.name}, port {there.port}: {reason}"
+            )
 
     def _measured(self, connection: socket.socket, second: int) -> Way:
         trips = [_ping(connection) for _ in range(_PINGS)]
