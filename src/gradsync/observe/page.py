@@ -125,7 +125,7 @@ def _timeline(path: Path) -> dict[str, Any] | None:
         recording = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    is_whole = isinstance(recording, dict) and _PARTS <= recording.keys() and bool(recording["ranks"])
+    is_whole = isinstance(recording, dict) and recording.keys() >= _PARTS and bool(recording["ranks"])
     return recording if is_whole else None
 
 
