@@ -26,6 +26,7 @@ COMMANDS = {
     "bench": ("gradsync.cli.bench", "time a training step under different engines, side by side"),
     "explain": ("gradsync.cli.explain", "write a page that explains data-parallel training with a real run"),
     "prove": ("gradsync.cli.prove", "show that every way of training computes what one process does"),
+    "doctor": ("gradsync.cli.doctor", "say what will not work on this machine or these hosts, and what to do"),
     "sample": ("gradsync.cli.sample", "print text from a trained run"),
 }
 
