@@ -204,7 +204,9 @@ def _main_collectives(arguments: Sequence[str]) -> int:
     sizes = tuple(size for size in SIZES if size <= given.max_mib * MIB)
     job = CollectivesJob(tuple(_backends(given.backend)), sizes, OPERATIONS, given.rounds)
     result = run_ranks(run_collectives, given.nproc, job)[0]
-    _print_collectives(result.timings, job.backends, given.nproc)
+    _print_collectives(result.timings, given.nproc)
+    if any(t.backend.endswith("*") for t in result.timings):
+        print("* tensors in memory of their own; without the star they lie in the memory that the ranks share")
     print(f"copying in memory, all ranks at once: {result.copy_bytes_per_s / 1e9:.1f} GB/s a rank")
     rows = [
         {"operation": t.operation, "backend": t.backend, "bytes": t.num_bytes, "call_s": t.call_s}
@@ -214,10 +216,11 @@ def _main_collectives(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _print_collectives(timings: "Sequence[CollectiveTiming]", backends: Sequence[str], nproc: int) -> None:
+def _print_collectives(timings: "Sequence[CollectiveTiming]", nproc: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    backends = list(dict.fromkeys(t.backend for t in timings))
     table = Table(title=f"collectives: {nproc} processes, medians")
     for column in ("operation", "size", *backends, *(f"{backends[0]} / {b}" for b in backends[1:])):
         table.add_column(column, justify="left" if column == "operation" else "right")
