@@ -5,14 +5,14 @@ import os
 import platform
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gradsync.cli.local_ranks import run_ranks
 from gradsync.cli.options import new_parser
-from gradsync.errors import BackendError, ConfigError
+from gradsync.errors import ConfigError
 
 if TYPE_CHECKING:
     from gradsync.bench.collectives import CollectiveTiming
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = (
     "Time one training step without synchronisation, with torch's DistributedDataParallel and with gradsync's, in "
-    "alternating rounds of one run. 'gradsync bench collectives' times single collectives."
+    "alternating rounds of one run. 'gradsync bench collectives' times single collectives, "
+    "'gradsync bench recording' the cost of recording."
 )
 _WORKLOADS = ("toy", "many", "mlp", "gpt-small", "gpt2")
 _BASELINE = "torch/gloo"
@@ -30,6 +31,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run ``gradsync bench`` and return its exit code."""
     if arguments and arguments[0] == "collectives":
         return _main_collectives(arguments[1:])
+    if arguments and arguments[0] == "recording":
+        return _main_recording(arguments[1:])
     parser = new_parser("bench", _DESCRIPTION)
     parser.option("--workload", str, ",".join(_WORKLOADS[:3]), f"which, by commas: {', '.join(_WORKLOADS)}, or 'all'")
     parser.option("--model", str | None, None, "MODULE:FUNCTION that returns (module, batch) or (module, batch, loss)")
@@ -81,6 +84,7 @@ class _Result:
             "workload": self.workload,
             "nproc": self.nproc,
             "step_s": {t.contestant.name: t.step_s for t in self.timings},
+            "exposed_s": {t.contestant.name: t.exposed_s for t in self.timings},
             "peak_bytes": self.peak_bytes,
         }
 
@@ -133,29 +137,6 @@ def _backends(given: str | None) -> list[str]:
     return ["gloo"] if shm.is_available() else ["gloo", shm.NAME]
 
 
-def run_ranks(entry: Any, nproc: int, job: Any) -> dict[int, Any]:
-    """Run ``entry(job)`` on ``nproc`` local processes and return their results by rank.
-
-    Raises:
-        BackendError: a process failed; its error is shown.
-    """
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
-
-    from gradsync.cli.launch import launch_config
-
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory(prefix="gradsync-") as folder:
-        try:
-            results: dict[int, Any] = elastic_launch(launch_config(nproc, Path(folder)), entry)(job)
-        except ChildFailedError as error:
-            rank, lost = error.get_first_failure()
-            raise BackendError(
-                f"rank {rank} of the measurement failed (exit code {lost.exitcode}): {lost.message}"
-            ) from error
-    return results
-
-
 def _print_table(result: _Result) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -164,11 +145,12 @@ def _print_table(result: _Result) -> None:
     bare, baseline = by_name["bare"], by_name.get(_BASELINE)
     table = Table(title=f"{result.workload}: {result.nproc} processes, medians of {len(bare.step_s)} rounds")
     table.add_column("", no_wrap=True)
-    columns = ["step", "sync cost", f"step / {_BASELINE}", f"sync / {_BASELINE}"]
+    columns = ["step", "sync cost", "exposed", f"step / {_BASELINE}", f"sync / {_BASELINE}"]
     for column in columns + (["peak memory"] if result.peak_bytes else []):
         table.add_column(column, justify="right")
     for timing in result.timings:
         row = [timing.contestant.name, _ms(timing.median_s), _ms(timing.median_s - bare.median_s)]
+        row.append("" if timing.exposed_s is None else _ms(timing.exposed_s))
         row += [_ratio(timing, baseline), _sync_ratio(timing, baseline, bare)]
         if result.peak_bytes:
             row.append(f"{result.peak_bytes[timing.contestant.name] / 2**20:,.0f} MiB")
@@ -213,6 +195,27 @@ def _main_collectives(arguments: Sequence[str]) -> int:
         for t in result.timings
     ]
     _write_json(given.json, {"collectives": rows, "copy_bytes_per_s": result.copy_bytes_per_s, "nproc": given.nproc})
+    return 0
+
+
+def _main_recording(arguments: Sequence[str]) -> int:
+    parser = new_parser(
+        "bench recording", "Time a step without a recorder, with the one that is always on, and exactly."
+    )
+    parser.option("--workload", str, "mlp", f"which: {', '.join(_WORKLOADS)}")
+    _add_common(parser)
+    given = parser.parse_args(list(arguments))
+    if given.workload not in _WORKLOADS:
+        raise ConfigError(f"--workload {given.workload!r} is unknown; there are {', '.join(_WORKLOADS)}")
+    from gradsync.bench.job import RecordingJob, run_recording
+
+    cost = run_ranks(run_recording, given.nproc, RecordingJob(given.workload, given.rounds))[0]
+    for kind, samples in cost.step_s.items():
+        ratio = statistics.median(a / b for a, b in zip(samples, cost.step_s["off"], strict=True))
+        print(f"{kind:<10} {_ms(statistics.median(samples))} a step, {ratio:.4f} of that without a recorder")
+    alone = f"{cost.calls_s * 1e6:.1f} us a step with {cost.num_buckets} buckets"
+    print(f"the recorder's calls alone: {alone}, {cost.share:.3%}")
+    _write_json(given.json, {"recording": cost.step_s, "calls_s": cost.calls_s, "nproc": given.nproc})
     return 0
 
 

@@ -57,6 +57,14 @@ class _GatheredSum:
         self._gathered = flat.new_empty(group.size() * flat.numel())
         self._work: Any = group._allgather_base(self._gathered, flat)
 
+    def is_completed(self) -> bool:
+        """Whether all numbers are here."""
+        return self._work is None or bool(self._work.is_completed())
+
+    def get_future(self) -> Any:
+        """A future of their arrival."""
+        return None if self._work is None else self._work.get_future()
+
     def wait(self) -> None:
         """See ``Pending``; a second call does nothing."""
         if self._work is None:

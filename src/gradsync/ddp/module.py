@@ -24,7 +24,9 @@ from gradsync.ddp.engine_groups import EngineGroups
 from gradsync.ddp.join import Announcement, DDPJoinHook, announce, hook_arguments
 from gradsync.ddp.outputs import find_tensors
 from gradsync.ddp.plan import MIB, caps_from_mib
+from gradsync.ddp.recording import report_of
 from gradsync.ddp.reducer import Reducer
+from gradsync.ddp.replica_check import DEFAULT_EVERY
 from gradsync.ddp.replicas import (
     Description,
     broadcast_state,
@@ -37,6 +39,7 @@ from gradsync.ddp.replicas import (
     shapes_of_rank,
     verify,
 )
+from gradsync.ddp.report import Report
 from gradsync.ddp.settings import Reduction, Settings
 from gradsync.ddp.surface import BROADCAST_BUCKET_BYTES, TorchSurface
 from gradsync.ddp.sync_batchnorm import run_on_cpu
@@ -81,6 +84,10 @@ class DistributedDataParallel(TorchSurface):
         forward_sync_buffers: send rank 0's buffers to all ranks before a training forward; None means True.
         reduction: ``"mean"`` divides the sum by the number of ranks, ``"sum"`` doesn't, ``"weighted"`` divides it by
             the total given to ``add_gradient_weight``.
+        check_replicas_every: compare all ranks' parameters in every so many-th pass; None means 100, or 0 (never)
+            without ``init_sync``. Not done with a communication hook.
+        check_finite: look at every rank's gradients before they are averaged, and raise a NonFiniteError that names
+            rank, parameter and bucket if some are infinite or not a number.
 
     Raises:
         TypeError: ``module`` is no module.
@@ -113,6 +120,8 @@ class DistributedDataParallel(TorchSurface):
         forward_sync_buffers: bool | None = None,
         *,
         reduction: str = "mean",
+        check_replicas_every: int | None = None,
+        check_finite: bool = False,
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -147,6 +156,7 @@ class DistributedDataParallel(TorchSurface):
                 ),
                 lambda: arguments.check_caps(bucket_cap_mb, bucket_cap_mb_list),
                 lambda: arguments.check_reduction(reduction),
+                lambda: arguments.check_interval(check_replicas_every),
                 lambda: check_parameters(named),
                 lambda: arguments.check_devices([p for _, p in named], device_ids, output_device),
             ),
@@ -156,11 +166,17 @@ class DistributedDataParallel(TorchSurface):
                 "reduction": str(reduction),
                 "forward_sync_buffers": str(self.forward_sync_buffers),
                 "mixed_precision": str(mixed_precision),
+                "check_replicas_every": str(check_replicas_every),
+                "check_finite": str(check_finite),
             },
         )
+        if check_replicas_every is None:
+            check_replicas_every = DEFAULT_EVERY if init_sync else 0
         self._settings = Settings(
             caps_from_mib(bucket_cap_mb, bucket_cap_mb_list),
             Reduction(reduction),
+            check_replicas_every,
+            check_finite,
             tunes_buckets=bucket_cap_mb == "auto",
         )
         self.bucket_bytes_cap_list = [int(cap * MIB) for cap in bucket_cap_mb_list or ()]
@@ -214,6 +230,7 @@ class DistributedDataParallel(TorchSurface):
         self._unsynced_forward_in_window = False
         self._seen_backwards = 0
         self._seen_passes = 0
+        self._is_timed = False
         groups = EngineGroups(group, self.device, None if original is None else original.reducer.groups)
         self.reducer = Reducer(self._watch, groups, self._settings)
         if group.size() == 1 and self._settings.reduction != "weighted":
@@ -246,6 +263,9 @@ class DistributedDataParallel(TorchSurface):
         self._before_forward()
         if self._is_active:
             self.reducer.settle()
+        self._is_timed = self.training and torch.is_grad_enabled()
+        if self._is_timed:
+            self.reducer.timeline.forward_begins()
         self._synchronize_before_forward()
         if self.device_ids:
             moved, moved_kwargs = _to_kwargs(inputs, kwargs, self.device, self.use_side_stream_for_tensor_copies)
@@ -256,6 +276,8 @@ class DistributedDataParallel(TorchSurface):
     def _post_forward(self, output: Any) -> Any:
         if self._sends_buffers_after_forward:
             self._synchronize_buffers(0)
+        if self._is_timed:
+            self.reducer.timeline.forward_ends()
         if torch.is_grad_enabled():
             watched = [tensor for tensor in find_tensors(output) if tensor.requires_grad and not tensor.is_leaf]
             if self._is_active:
@@ -396,6 +418,10 @@ class DistributedDataParallel(TorchSurface):
         if self.reducer.world_size > 1:
             named = [*self._watch.all_parameters(), *self._watch.buffers().items()]
             verify(self._state_group, named, self.reducer.rank, self.device)
+
+    def report(self) -> Report:
+        """Return what was recorded of the last passes: times of every bucket, exposed communication, who is late."""
+        return report_of(self.reducer)
 
     def add_gradient_weight(self, weight: float) -> None:
         """With ``reduction="weighted"``: say how many tokens or samples the coming backward's summed loss stands for.

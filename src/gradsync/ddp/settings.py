@@ -22,5 +22,9 @@ class Settings:
 
     caps_bytes: Sequence[float]
     reduction: Reduction = Reduction.MEAN
+    check_replicas_every: int = 0
+    """Passes between comparisons of the ranks' parameters; 0 for none."""
+    check_finite: bool = False
+    """Whether to look for gradients that are infinite or not a number before they are averaged."""
     tunes_buckets: bool = False
     """Whether the plan is to be fitted to the link once it is known when gradients arrive."""
