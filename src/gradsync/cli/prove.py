@@ -159,7 +159,7 @@ def _prove(rows: "list[Case]", options: Any, device_type: str) -> "list[Finding]
 
 def _launch(rows: "list[Case]", options: Any, device_type: str, folder: Path) -> str | None:
     """Start the processes; returns what has ended them early."""
-    from gradsync.cli.bench import run_ranks
+    from gradsync.cli.local_ranks import run_ranks
     from gradsync.train.prove import ProofJob, run_cases
 
     # It reports every failure at length; we say it in one line.
