@@ -16,6 +16,7 @@ records, how long that stood still for each bucket (``device_waits``), and other
 
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter_ns
 from typing import Any
 
@@ -144,7 +145,7 @@ class Timeline:
             return
         if current.is_exact:
             _when_done(work, current.done, number)
-        elif (is_done := getattr(work, "is_completed", None) or getattr(work, "done", None)) is not None:
+        elif (is_done := _glance(work)) is not None:
             self._looked_at.append((number, is_done))
 
     def local_ends(self) -> None:
@@ -234,6 +235,16 @@ class Timeline:
             else:
                 under_way.append((number, is_done))
         self._looked_at = under_way
+
+
+def _glance(work: Any) -> Any:
+    """Return a function that tells whether the work is complete and changes nothing, or None.
+
+    A group written in Python would call a thread to its help if it were asked ``is_completed``.
+    """
+    if hasattr(work, "is_finished"):
+        return partial(getattr, work, "is_finished")
+    return getattr(work, "is_completed", None) or getattr(work, "done", None)
 
 
 def _when_done(work: Any, moments: list[int], number: int) -> None:
