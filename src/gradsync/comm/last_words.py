@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from gradsync.comm.aftermath import is_aftermath
-from gradsync.comm.watch import watch_of_world
+from gradsync.comm.watch import stop_all, watch_of_world
 from gradsync.errors import RankFailedError, StalledError
 
 CLEANUP_S = 3.0
@@ -42,7 +42,7 @@ def install(serves_store: bool = False) -> None:
 
 
 def tell(error: BaseException) -> str:
-    """Tell the other ranks of an exception that ends this one; return what another rank had told, if that came first."""
+    """Tell the other ranks of an exception that ends this one; return what another rank had told before."""
     told = [""]
     _bounded(lambda: told.__setitem__(0, _tell(error)))
     return told[0]
@@ -86,7 +86,8 @@ def _at_exit(words: _LastWords) -> None:
     if os.getpid() != _owner:
         return
     watch = watch_of_world()
-    if watch is not None and (_takes_store_along or not words.has_spoken):
+    is_store_alive = stop_all(1.0)
+    if watch is not None and is_store_alive and (_takes_store_along or not words.has_spoken):
         _bounded(lambda: watch.leave(_takes_store_along))
     if words.has_spoken:
         _end_now()

@@ -57,7 +57,10 @@ def open_store(rank: int, world: int, timeout: timedelta) -> Any:
             # An address that is translated on the way here, or a port on which this process serves already.
             logger.debug("the store cannot listen on %s:%d alone: %s", address, port, error)
             return _torch.TCPStore(address, port, world, True, timeout, wait_for_workers=False, multi_tenant=True)
-    return _torch.TCPStore(address, port, world, False, timeout, wait_for_workers=False)
+    store = _torch.TCPStore(address, port, world, False, timeout, wait_for_workers=False)
+    if is_served_by_launcher():  # which may start the ranks again, and keeps what the former ones have written
+        store = _torch.PrefixStore(f"start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    return store
 
 
 def is_served_by_launcher() -> bool:

@@ -11,6 +11,7 @@ group's own time-out has to do.
 [Note: Cost] Nothing happens on a pass that goes well but a few attributes being set.
 """
 
+import atexit
 import linecache
 import os
 import sys
@@ -38,6 +39,7 @@ _ANSWER_S = 1.5  # three looks of the rank that is asked
 _POSTED_S = 1.0  # how long after the loss of a connection the cause may take to appear
 _NOTED_S = 1.0
 _AFTER_LEAVING_S = 1.0
+_LAST_LOOK_S = 1.0
 _STACK_LINES = 6
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
@@ -67,9 +69,15 @@ class Watch:
         """Begin to read the ledger."""
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the thread; it needs at most one look to notice."""
+    def stop(self, patience_s: float = 0.0) -> bool:
+        """End the thread; returns whether it has ended in time, which it does unless the store is stuck.
+
+        A thread that is in the store's C++ code when the interpreter shuts down takes the process with it.
+        """
         self._is_over.set()
+        if self._thread.is_alive() and patience_s:
+            self._thread.join(patience_s)
+        return not self._thread.is_alive()
 
     @contextmanager
     def excused(self, what: str) -> Iterator[None]:
@@ -377,6 +385,8 @@ def watch_of_world() -> Watch | None:
         watch = Watch(Ledger(store, group.rank(), group.size()), _soft_limit_s)
         _watches[group] = watch
         watch.start()
+        atexit.unregister(_stop_all_at_exit)
+        atexit.register(_stop_all_at_exit)
     return _watches[group]
 
 
@@ -389,6 +399,15 @@ def _forget_in_child() -> None:
     for watch in list(_watches.values()):
         watch.stop()
     _watches.clear()
+
+
+def stop_all(patience_s: float) -> bool:
+    """End every watch of this process, before the interpreter shuts down; returns whether all have ended."""
+    return all([watch.stop(patience_s) for watch in list(_watches.values())])
+
+
+def _stop_all_at_exit() -> None:
+    stop_all(_LAST_LOOK_S)
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
