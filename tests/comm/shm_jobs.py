@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,11 +11,15 @@ import torch.distributed as dist
 from gradsync.comm import shm
 
 
-@contextmanager
-def shm_group(timeout_s: float = 20.0, ranks: list[int] | None = None) -> Iterator[shm.ShmGroup]:
-    """A shm group of all ranks (or some) for one job."""
+def new_group(timeout_s: float = 20.0, ranks: list[int] | None = None) -> Any:
     shm.register()
-    group = dist.new_group(ranks, backend="shm", timeout=timedelta(seconds=timeout_s))
+    return dist.new_group(ranks, backend="shm", timeout=timedelta(seconds=timeout_s))
+
+
+@contextmanager
+def shm_group(timeout_s: float = 20.0, ranks: list[int] | None = None) -> Iterator[Any]:
+    """A shm group of all ranks (or some) for one job."""
+    group = new_group(timeout_s, ranks)
     try:
         yield group
     finally:

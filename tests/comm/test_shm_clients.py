@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
-from shm_jobs import shm_group
+from shm_jobs import new_group, shm_group
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,7 +19,6 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from gradsync.comm import shm
 from rank_pool import RankPool
 
 
@@ -107,8 +106,7 @@ def test_torch_ddp_with_communication_hooks(ranks: RankPool) -> None:
 @functools.cache
 def shm_mesh() -> DeviceMesh:
     # Kept for all tests in these ranks: torch's tensor layouts are cached by mesh and outlive the group.
-    shm.register()
-    return DeviceMesh.from_group(dist.new_group(backend="shm"), "cpu")
+    return DeviceMesh.from_group(new_group(), "cpu")
 
 
 def fsdp2(rank: int, world: int) -> None:

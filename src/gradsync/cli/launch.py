@@ -91,7 +91,7 @@ def launch_config(nproc: int, control: Path) -> "LaunchConfig":
     from torch.distributed.launcher.api import LaunchConfig
 
     from gradsync.cli import local_rendezvous
-    from gradsync.comm.store import LOOPBACK
+    from gradsync.comm.interfaces import LOOPBACK
 
     local_rendezvous.register()
     return LaunchConfig(

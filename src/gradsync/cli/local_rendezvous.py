@@ -11,7 +11,8 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry as registry
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
-from gradsync.comm.store import LOOPBACK, serve_store
+from gradsync.comm.interfaces import LOOPBACK
+from gradsync.comm.store import serve_store
 
 NAME = "gradsync-local"
 _TIMEOUT = timedelta(seconds=300)

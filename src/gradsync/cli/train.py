@@ -1,8 +1,8 @@
 """``gradsync train``: options in, exit code out; where the ranks run is decided here.
 
 One process on this machine trains in this very process; several are started and watched
-(``launch.py``); under torchrun this process already is a rank and joins the others. torch is imported
-only once the options are known to be right.
+(``launch.py``); under torchrun, srun or mpiexec this process already is a rank and joins the others. torch is
+imported only once the options are known to be right.
 """
 
 import os
@@ -14,6 +14,7 @@ from typing import Any
 
 from gradsync.cli.cores import num_cores
 from gradsync.cli.options import add_config_options, given_options, new_parser, print_config
+from gradsync.comm.launchers import adopt
 from gradsync.errors import ConfigError, DataError
 from gradsync.train.batch import choose_num_processes, plan_batch
 from gradsync.train.config import TrainConfig, inherited, resolve
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if is_dry:
         return _dry_run(config)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if adopt(os.environ) is not None:
         from gradsync.cli.worker import join
 
         return join(config)

@@ -58,7 +58,7 @@ def run_alone(config: TrainConfig) -> int:
 
 
 def join(config: TrainConfig) -> int:
-    """Train as one of the ranks that torchrun (or another launcher with its environment) has started."""
+    """Train as one of the ranks that torchrun, srun or mpiexec has started."""
     requests = StopRequests()
     rank = int(os.environ["RANK"])
     try:

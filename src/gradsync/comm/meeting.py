@@ -56,7 +56,7 @@ def exchange_hosts(store: Any, rank: int, size: int, timeout: timedelta) -> list
     """
     store.set(f"host/{rank}", host_id())
     keys = [f"host/{peer}" for peer in range(size)]
-    _wait_for(store, keys, timeout)
+    wait_for(store, keys, timeout)
     return [store.get(key).decode() for key in keys]
 
 
@@ -160,7 +160,7 @@ class _Guest:
 
     def _card_of(self, peer: int) -> tuple[bytes, bytes]:
         key = f"card/{peer}"
-        _wait_for(self._store, [key], timedelta(seconds=self._left_s()))
+        wait_for(self._store, [key], timedelta(seconds=self._left_s()))
         card = json.loads(self._store.get(key))
         return bytes.fromhex(card["address"]), bytes.fromhex(card["secret"])
 
@@ -175,7 +175,12 @@ class _Guest:
         return left_s
 
 
-def _wait_for(store: Any, keys: Sequence[str], timeout: timedelta) -> None:
+def wait_for(store: Any, keys: Sequence[str], timeout: timedelta) -> None:
+    """Wait until every rank has set its key, which ends in its number.
+
+    Raises:
+        BackendError: some did not in time; the message names the ranks.
+    """
     try:
         store.wait(keys, timeout)
     except RuntimeError as error:

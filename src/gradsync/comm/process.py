@@ -17,9 +17,11 @@ from torch.distributed.constants import default_pg_timeout
 
 from gradsync.comm import last_words
 from gradsync.comm.backends import choose_backend
+from gradsync.comm.interfaces import check_choices
+from gradsync.comm.launchers import adopt
 from gradsync.comm.parent import end_with_parent
-from gradsync.comm.roll_call import call_roll, describe, use_loopback_alone
-from gradsync.comm.store import is_served_by_launcher, open_store
+from gradsync.comm.roll_call import Card, meet, no_connection
+from gradsync.comm.store import is_served_by_launcher
 from gradsync.comm.watch import DEFAULT_SOFT_LIMIT_S, set_soft_limit
 from gradsync.errors import BackendError, ConfigError
 
@@ -65,9 +67,11 @@ def init_process_group(
 ) -> None:
     """Start the default process group; the arguments are those of ``torch.distributed.init_process_group``.
 
-    ``backend="auto"`` takes NCCL where there are CUDA devices and gloo elsewhere. What was chosen is
-    logged on rank 0 (logger ``gradsync``, level INFO). Where the ranks meet through ``MASTER_ADDR``, the store listens
-    on that address alone, and ranks that are all on one machine open no port beyond it.
+    ``backend="auto"`` takes NCCL where there are CUDA devices, MPI where ``mpiexec`` has started the ranks (and
+    mpi4py is installed), and gloo elsewhere. What was chosen is logged on rank 0 (logger ``gradsync``, level
+    INFO). The place among the ranks comes from the environment as torchrun sets it, or from that of Slurm's
+    ``srun`` or of ``mpiexec``. Where the ranks meet through ``MASTER_ADDR``, the store listens on that address alone,
+    and ranks that are all on one machine open no port beyond it.
 
     An exception that nobody catches is told to the other ranks from now on. Started by torchrun, this process gets
     SIGTERM when torchrun is gone.
@@ -87,14 +91,22 @@ def init_process_group(
         ConfigError: the backend is not available, or the environment lacks what ``env://`` needs.
         BackendError: the ranks did not find each other within the time-out; those that are missing are named.
     """
-    choice = choose_backend(backend or "auto")
     if not soft_limit_s >= 0:
         raise ConfigError(f"soft_limit_s is a number of seconds, or 0 for none, but got {soft_limit_s!r}")
-    cards: list[Any] = []
-    if store is None and init_method in (None, "env://"):
+    check_choices(os.environ)
+    is_by_environment = store is None and init_method in (None, "env://")
+    place = adopt(os.environ) if is_by_environment else None
+    launcher = None if place is None else place.launcher
+    choice = choose_backend(backend or "auto", launcher)
+    cards: list[Card] = []
+    if launcher == "mpiexec" and "MASTER_ADDR" not in os.environ:
+        store = _meet_through_mpi(timeout)
+        world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    elif is_by_environment:
         _check_environment(world_size, rank)
-        rank, world_size = _place(rank, world_size)
-        store, cards = _meet(rank, world_size, timeout or default_pg_timeout)
+        rank = rank if rank >= 0 else int(os.environ["RANK"])
+        world_size = world_size if world_size >= 0 else int(os.environ["WORLD_SIZE"])
+        store, cards = meet(rank, world_size, timeout or default_pg_timeout)
         init_method = None
     if choice.name == "nccl" and "device_id" not in kwargs:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", max(rank, 0))) % torch.cuda.device_count())
@@ -109,11 +121,11 @@ def init_process_group(
             **kwargs,
         )
     except dist.DistNetworkError as error:
-        raise BackendError(_no_connection(error, cards)) from error
+        raise BackendError(no_connection(error, cards)) from error
     except RuntimeError as error:
         if "connect" not in str(error).lower():
             raise
-        raise BackendError(_no_connection(error, cards)) from error
+        raise BackendError(no_connection(error, cards)) from error
     set_soft_limit(soft_limit_s)
     last_words.install(serves_store=bool(cards) and dist.get_rank() == 0 and not is_served_by_launcher())
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -122,34 +134,18 @@ def init_process_group(
         logger.info("process group: %s, %d rank(s) (%s)", choice.name, dist.get_world_size(), choice.reason)
 
 
-def _place(rank: int, world_size: int) -> tuple[int, int]:
-    return (
-        rank if rank >= 0 else int(os.environ["RANK"]),
-        world_size if world_size >= 0 else int(os.environ["WORLD_SIZE"]),
-    )
+def _meet_through_mpi(timeout: timedelta | None) -> Any:
+    from gradsync.comm import mpi
 
+    reason = mpi.is_available()
+    if reason is not None:
+        raise ConfigError(
+            f"mpiexec has started this process, and the ranks would agree on an address through MPI, but {reason}; "
+            f"or set MASTER_ADDR to the name of rank 0's host and MASTER_PORT to a free port there"
+        )
+    from gradsync.comm.mpi_store import store_through_mpi
 
-def _meet(rank: int, world_size: int, timeout: timedelta) -> tuple[Any, list[Any]]:
-    """Open the store, and see who is there before a backend tries to connect them."""
-    try:
-        store = open_store(rank, world_size, timeout)
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise BackendError(
-            f"rank {rank}: the ranks could not meet: rank 0 was not reached at {os.environ['MASTER_ADDR']}:"
-            f"{os.environ['MASTER_PORT']} ({error}); check that rank 0 runs, MASTER_ADDR, MASTER_PORT and the firewall"
-        ) from error
-    cards = call_roll(store, rank, world_size, timeout)
-    use_loopback_alone(cards)
-    return store, cards
-
-
-def _no_connection(error: RuntimeError, cards: list[Any]) -> str:
-    addresses = f" The ranks advertise these addresses:{describe(cards)}\n" if cards else " "
-    return (
-        f"the ranks could not meet: {error}.{addresses}Each rank must be reachable at its address from all others: "
-        f"check the firewall, and choose the network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) if it is the "
-        f"wrong one"
-    )
+    return store_through_mpi(timeout or default_pg_timeout)
 
 
 def _check_environment(world_size: int, rank: int) -> None:

@@ -3,7 +3,6 @@
 A backend that cannot connect only says that it cannot. What each rank has said here is in the message then.
 """
 
-import contextlib
 import itertools
 import json
 import logging
@@ -17,8 +16,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from gradsync.comm.interfaces import own_address
 from gradsync.comm.meeting import host_id
-from gradsync.comm.store import resolve
+from gradsync.comm.store import open_store
 from gradsync.errors import BackendError
 
 _torch: Any = dist  # for what torch's stubs leave out
@@ -43,10 +43,36 @@ class Card:
 
 def own_card() -> Card:
     """Return this rank's card."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     host = socket.gethostname()
-    address = _address_of(interface) or resolve(host)
-    return Card(host, address, os.getpid(), host_id() if sys.platform == "linux" else host)
+    return Card(host, own_address(os.environ), os.getpid(), host_id() if sys.platform == "linux" else host)
+
+
+def meet(rank: int, world: int, timeout: timedelta) -> tuple[Any, list[Card]]:
+    """Open the store that the environment names, and see who is there before a backend tries to connect them.
+
+    Raises:
+        BackendError: rank 0 was not reached, or some rank did not come in time.
+    """
+    try:
+        store = open_store(rank, world, timeout)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise BackendError(
+            f"rank {rank}: the ranks could not meet: rank 0 was not reached at {_endpoint()} ({error}); check that rank "
+            f"0 runs, MASTER_ADDR, MASTER_PORT and the firewall"
+        ) from error
+    cards = call_roll(store, rank, world, timeout)
+    use_loopback_alone(cards)
+    return store, cards
+
+
+def no_connection(error: RuntimeError, cards: list[Card]) -> str:
+    """Return what to say when the store was reached, but a backend could not connect the ranks."""
+    addresses = f" The ranks advertise these addresses:{_lines(dict(enumerate(cards)))}\n" if cards else " "
+    return (
+        f"the ranks could not meet: {error}.{addresses}Each rank must be reachable at its address from all others: "
+        f"check the firewall, and choose the network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) if it is the "
+        f"wrong one"
+    )
 
 
 def call_roll(store: Any, rank: int, world: int, timeout: timedelta) -> list[Card]:
@@ -70,13 +96,6 @@ def call_roll(store: Any, rank: int, world: int, timeout: timedelta) -> list[Car
             raise BackendError(_complaint(store, rank, world, missing, waited_s))
         logger.warning("still waiting for rank(s) %s after %.0f s", ", ".join(map(str, missing)), waited_s)
     return [_card(store, other) for other in range(world)]
-
-
-def describe(cards: list[Card]) -> str:
-    """Return who is where, in one line a rank."""
-    return "".join(
-        f"\n  rank {rank}: {card.address} ({card.host}, process {card.pid})" for rank, card in enumerate(cards)
-    )
 
 
 def use_loopback_alone(cards: list[Card]) -> None:
@@ -107,17 +126,16 @@ def _missing(store: Any, world: int, rank: int, patience_s: float) -> list[int]:
 
 def _complaint(store: Any, rank: int, world: int, missing: list[int], waited_s: float) -> str:
     names = ", ".join(map(str, missing))
-    here = "".join(
-        f"\n  rank {other}: {card.address} ({card.host}, process {card.pid})"
-        for other in range(world)
-        if other not in missing
-        for card in [_card(store, other)]
-    )
+    here = {other: _card(store, other) for other in range(world) if other not in missing}
     return (
         f"rank {rank}: rank{'s' if len(missing) > 1 else ''} {names} of {world} did not come within {waited_s:.0f} s. "
-        f"Present are{here}\nLook at the output of the missing ranks, and check that each was started with "
+        f"Present are{_lines(here)}\nLook at the output of the missing ranks, and check that each was started with "
         f"WORLD_SIZE={world} and reaches {_endpoint()}"
     )
+
+
+def _lines(cards: dict[int, Card]) -> str:
+    return "".join(f"\n  rank {rank}: {card.address} ({card.host}, process {card.pid})" for rank, card in cards.items())
 
 
 def _card(store: Any, rank: int) -> Card:
@@ -126,15 +144,3 @@ def _card(store: Any, rank: int) -> Card:
 
 def _endpoint() -> str:
     return f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
-
-
-def _address_of(interface: str) -> str | None:
-    """The address of a network interface, where the system tells it."""
-    if not interface or sys.platform != "linux":
-        return None
-    import fcntl
-
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        request = interface.encode()[:15].ljust(256, b"\0")
-        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24])  # SIOCGIFADDR
-    return None

@@ -13,7 +13,6 @@ from typing import Any
 import torch.distributed as dist
 
 _torch: Any = dist  # for what torch's stubs leave out
-LOOPBACK = "127.0.0.1"
 _BACKLOG = 2048
 
 logger = logging.getLogger("gradsync")

@@ -1,0 +1,117 @@
+"""Jobs for ranks that ``mpiexec`` has started, beside those of the shm backend: gradsync's engine, and failures."""
+
+import os
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from shm_jobs import new_group, shm_group
+from test_shm_clients import assert_close, averaged, batch, make_model, train
+
+import gradsync
+from gradsync.comm.mpi_group import MpiGroup
+from gradsync.errors import BackendError
+
+
+def default_group_is_mpi(rank: int, world: int) -> None:
+    assert isinstance(dist.group.WORLD, MpiGroup)
+    assert os.environ["LOCAL_RANK"] == str(rank) and os.environ["LOCAL_WORLD_SIZE"] == str(world)
+
+
+def default_group_is_gloo(rank: int, world: int) -> None:
+    assert dist.get_backend() == "gloo"
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert tensor.eq(world).all()
+
+
+def gradsync_ddp(rank: int, world: int) -> None:
+    with shm_group() as group:
+        for arguments in ({}, {"bucket_cap_mb": 1e-4}):
+            model = gradsync.DistributedDataParallel(make_model(), process_group=group, **arguments)
+            assert_close(train(model, rank), averaged(world))
+
+
+def gradsync_zero(rank: int, world: int) -> None:
+    model = gradsync.DistributedDataParallel(make_model())
+    optimizer = gradsync.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, ddp=model, lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch(rank, step)).square().mean().backward()
+        optimizer.step()
+    assert_close([parameter.detach() for parameter in model.parameters()], averaged(world))
+
+
+def late(rank: int, world: int) -> None:
+    group = new_group(timeout_s=1.0)
+    dist.barrier()
+    if rank == world - 1:
+        time.sleep(3.0)
+        with pytest.raises(BackendError, match="another rank gave up|timed out"):
+            dist.all_reduce(torch.ones(3), group=group)  # may still find what the others had sent
+            dist.all_reduce(torch.ones(3), group=group)
+        return
+    time.sleep(0.5 * rank)
+    with pytest.raises(BackendError, match=rf"all_reduce.*number 0.*nothing was heard of rank {world - 1}"):
+        dist.all_reduce(torch.ones(3), group=group)
+    with pytest.raises(BackendError, match="the group has failed before"):
+        dist.all_reduce(torch.ones(3), group=group)
+
+
+def elsewhere(rank: int, world: int) -> None:
+    group = new_group(1.0, [0, 1])
+    dist.barrier()
+    if rank > 1:
+        return
+    other = "reduce" if rank == 0 else "barrier"
+    with pytest.raises(BackendError, match=rf"rank {1 - rank} waits in {other}.* number 0|another rank gave up"):
+        if rank == 0:
+            dist.barrier(group)
+        else:
+            dist.reduce(torch.ones(1_000_000), 1, group=group)
+
+
+def aborted(rank: int, world: int) -> None:
+    group: Any = new_group(timeout_s=30.0)
+    dist.barrier()
+    if rank == 0:
+        group.abort()
+        return
+    started = time.monotonic()
+    with pytest.raises(BackendError, match="rank 0 has aborted the group"):
+        dist.all_reduce(torch.ones(3), group=group)
+    assert time.monotonic() - started < 15.0
+
+
+def message_nobody_sends(rank: int, world: int) -> None:
+    group: Any = new_group(timeout_s=1.0)
+    dist.barrier()
+    peer = (rank + 1) % world
+    with pytest.raises(ValueError, match="tags of messages over MPI"):
+        group.send([torch.ones(3)], peer, -1)
+    with pytest.raises(BackendError, match=rf"receive from rank {peer} with tag 5 timed out"):
+        dist.recv(torch.ones(3), peer, group, 5)
+
+
+def never_joins(rank: int, world: int) -> None:
+    store = dist.PrefixStore("never joins", dist.distributed_c10d._get_default_store())
+    if rank == 0:
+        with pytest.raises(BackendError, match="nothing was heard of rank 1 within 1 s"):
+            MpiGroup(store, 0, [0, 1], timedelta(seconds=1))
+    dist.barrier()
+
+
+def raises(rank: int, world: int) -> None:
+    if rank == 1:
+        raise ValueError("something is wrong here")
+    dist.all_reduce(torch.ones(3))
+
+
+def dies(rank: int, world: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(3))
