@@ -129,7 +129,7 @@ def init_process_group(
     set_soft_limit(soft_limit_s)
     last_words.install(serves_store=bool(cards) and dist.get_rank() == 0 and not is_served_by_launcher())
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent(signal.SIGTERM)
+        end_with_parent(signal.SIGTERM, yields=True)
     if dist.get_rank() == 0:
         logger.info("process group: %s, %d rank(s) (%s)", choice.name, dist.get_world_size(), choice.reason)
 

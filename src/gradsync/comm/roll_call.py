@@ -57,8 +57,8 @@ def meet(rank: int, world: int, timeout: timedelta) -> tuple[Any, list[Card]]:
         store = open_store(rank, world, timeout)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise BackendError(
-            f"rank {rank}: the ranks could not meet: rank 0 was not reached at {_endpoint()} ({error}); check that rank "
-            f"0 runs, MASTER_ADDR, MASTER_PORT and the firewall"
+            f"rank {rank}: the ranks could not meet: rank 0 was not reached at {_endpoint()} ({error}); check that "
+            f"rank 0 runs, MASTER_ADDR, MASTER_PORT and the firewall"
         ) from error
     cards = call_roll(store, rank, world, timeout)
     use_loopback_alone(cards)
