@@ -24,6 +24,7 @@ from gradsync.cli.main import EXIT_INTERRUPTED, EXIT_TERMINATED, fail
 from gradsync.cli.parent import die_with_parent
 from gradsync.errors import ConfigError, GradsyncError
 from gradsync.observe.progress import Silent, View, open_view
+from gradsync.observe.terminal import fit_for
 from gradsync.train.config import TrainConfig
 from gradsync.train.interrupt import STOP_WORD, StopReason, StopRequests, listening
 from gradsync.train.job import Job, Place
@@ -135,7 +136,7 @@ def _print_results(outcome: Outcome) -> None:
     loss = "" if outcome.val_loss is None else f", validation loss {outcome.val_loss:.4f} nats per token"
     print(f"finished step {outcome.step} of {outcome.total_steps}{loss}")
     if outcome.sample is not None:
-        print(f"--- sample ---\n{outcome.sample}\n--------------")
+        print(f"--- sample ---\n{fit_for(sys.stdout, outcome.sample)}\n--------------")
     print(f'more samples: gradsync sample {outcome.run} --prompt "..."', flush=True)
 
 

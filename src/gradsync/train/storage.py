@@ -44,7 +44,18 @@ _INDEX_CLASSES = {
 }
 
 
-class _IndexUnpickler(pickle.Unpickler):
+class _IndexUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
+    """Builds objects of the classes of an index; written in Python, so that it can refuse to change a class itself."""
+
+    dispatch = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
+
+    def load_build(self) -> None:
+        if isinstance(self.stack[-2], type):
+            raise CheckpointError("the checkpoint's index changes a class; it was made to run code, and is not loaded")
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
+
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and name in _DTYPE_NAMES
         if is_dtype or name in _INDEX_CLASSES.get(module, ()):
