@@ -44,10 +44,12 @@ _INDEX_CLASSES = {
 }
 
 
-class _IndexUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
-    """Builds objects of the classes of an index; written in Python, so that it can refuse to change a class itself."""
+# The one written in Python, which can be told not to change a class; typeshed doesn't know it.
+_PythonUnpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]
 
-    dispatch = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
+
+class _IndexUnpickler(_PythonUnpickler):  # type: ignore[misc]
+    dispatch = dict(_PythonUnpickler.dispatch)
 
     def load_build(self) -> None:
         if isinstance(self.stack[-2], type):
