@@ -19,9 +19,9 @@ def test_every_rank_reads_what_every_rank_wrote(facts, data):
         late.append(data.draw(st.sets(st.integers(0, num_parameters - 1))))
         slots.append(Slot(RankState.TRAINING, number, plan, change, *split_weight(weight)))
         mine = torch.zeros_like(total)
-        write_words(mine, used[-1], late[-1], slots[-1], rank, num_parameters)
+        write_words(mine.numpy(), used[-1], late[-1], slots[-1], rank, num_parameters)
         total += mine
-    read = read_words(total, num_parameters)
+    read = read_words(total.numpy(), num_parameters)
     assert list(read.slots) == slots
     assert list(read.used) == [sum(i in u for u in used) for i in range(num_parameters)]
     assert read.late_anywhere == sorted(set().union(*late))
@@ -31,5 +31,5 @@ def test_every_rank_reads_what_every_rank_wrote(facts, data):
 
 def test_joined_ranks_do_not_train():
     target = torch.zeros(num_words(1, 1))
-    write_words(target, [], [], Slot(RankState.JOINED, 0, 0, 0, 0, 0.0), 0, 1)
-    assert read_words(target, 1).num_training == 0
+    write_words(target.numpy(), [], [], Slot(RankState.JOINED, 0, 0, 0, 0, 0.0), 0, 1)
+    assert read_words(target.numpy(), 1).num_training == 0

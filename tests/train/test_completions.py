@@ -8,6 +8,7 @@ import torch
 from gradsync.data.tokenizer import ByteTokenizer
 from gradsync.errors import DataError
 from gradsync.model.gpt2 import GPT2, GPT2Config
+from gradsync.parallel.replica import replica_of
 from gradsync.train.completions import Example, completion_accuracy, read_examples
 from gradsync.train.ranks import Alone, Group
 
@@ -28,7 +29,7 @@ def model_that_likes(letter: str, context: int = 32, weight: float = 1.0) -> GPT
 
 
 def accuracy(model, *examples):
-    found = completion_accuracy(model, TOKENIZER, list(examples), Alone(), CPU)
+    found = completion_accuracy(replica_of(model), TOKENIZER, list(examples), Alone(), CPU)
     return found.by_sum, found.by_mean
 
 
@@ -70,7 +71,7 @@ def test_the_ranks_share_the_examples(ranks):
 
 def _accuracy_on_rank(rank, world):
     examples = [Example("x", ("bbb", "aaa"), label) for label in (1, 0, 1)]
-    found = completion_accuracy(model_that_likes("a"), TOKENIZER, examples, Group(), CPU)
+    found = completion_accuracy(replica_of(model_that_likes("a"), rank, world), TOKENIZER, examples, Group(), CPU)
     return found.by_sum, found.by_mean, found.examples
 
 

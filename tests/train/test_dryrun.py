@@ -64,5 +64,19 @@ def test_the_command_prints_and_writes_nothing(folder, capsys, monkeypatch):
     assert main(["train", "--dry-run", "--preset", "gpt2", "--data", "text.txt", "--nproc", "2"]) == 0
     out = capsys.readouterr().out
     assert "19,073 steps = 9,999,745,024 tokens" in out
-    assert "524,288 tokens = 512 sequences = 2 rank(s) x 256 micro-batch(es) x 1 sequences x 1024 tokens" in out
+    assert "524,288 tokens = 512 sequences = 2 replica(s) x 256 micro-batch(es) x 1 sequences x 1024 tokens" in out
     assert sorted(folder.rglob("*")) == before
+
+
+def test_strategies_divide_what_they_say(folder):
+    def lines(world, **options):
+        return dry_run(options_for(folder, width=64, layers=2, **options), world, "cpu")
+
+    whole, zero, fsdp = lines(2), lines(2, strategy="zero"), lines(2, strategy="fsdp")
+    assert figure(zero, "parameters   ") == figure(whole, "parameters   ")
+    assert figure(zero, "moments") == pytest.approx(figure(whole, "moments") / 2, abs=0.1)
+    assert figure(fsdp, "parameters   ") == pytest.approx(figure(whole, "parameters   ") / 2, abs=0.1)
+    tensor, pipeline = lines(2, tp=2), lines(2, pp=2)
+    assert figure(tensor, "parameters   ") < 0.6 * figure(whole, "parameters   ")
+    assert figure(pipeline, "parameters   ") < 0.7 * figure(whole, "parameters   ")
+    assert "layout      2 process(es): ddp, 1 replica(s) x 1 share(s) x 2 stage(s)" in pipeline

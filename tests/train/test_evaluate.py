@@ -9,10 +9,11 @@ from gradsync.train.ranks import Alone, Group
 class Scores(torch.nn.Module):
     """The summed loss is the sum of the targets that count."""
 
-    def forward(self, inputs, targets, reduction):
-        assert reduction == "sum"
+    speaks = True
+
+    def summed_loss(self, inputs, targets):
         assert not self.training
-        return inputs, targets.clamp(min=0).sum().float()
+        return targets.clamp(min=0).sum().float()
 
 
 def batches(rows):

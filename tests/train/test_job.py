@@ -95,9 +95,9 @@ def test_dropout_masks_differ_between_ranks(ranks):
 
 
 def _dropout_mask(rank, world):
-    from gradsync.train.build import _dropout_seed
+    from gradsync.train.assemble import dropout_seed
 
-    torch.manual_seed(_dropout_seed(7, rank))
+    torch.manual_seed(dropout_seed(7, rank))
     return torch.nn.functional.dropout(torch.ones(100))
 
 
@@ -208,15 +208,15 @@ def _poison(model, steps_until):
 @pytest.fixture
 def poisoned(monkeypatch):
     """The third forward of training gives a loss that is not a number."""
-    from gradsync.train import job
+    from gradsync.train import assemble
 
-    original = job._wrap
+    original = assemble.parallelize
 
-    def wrap(model, world):
+    def parallelize(model, wanted, device):
         _poison(model, 3)
-        return original(model, world)
+        return original(model, wanted, device)
 
-    monkeypatch.setattr(job, "_wrap", wrap)
+    monkeypatch.setattr(assemble, "parallelize", parallelize)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(folder, poisoned):

@@ -58,11 +58,7 @@ def counter(monkeypatch):
     torch._dynamo.reset()
     count = CompileCounter()
 
-    def compile_blocks(blocks):
-        for block in blocks:
-            block.compile(backend=count, dynamic=False)
-
-    monkeypatch.setattr(build, "compile_blocks", compile_blocks)
+    monkeypatch.setattr(build, "compile_block", lambda block: block.compile(backend=count, dynamic=False))
     yield count
     torch._dynamo.reset()
 

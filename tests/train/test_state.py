@@ -5,18 +5,27 @@ import torch
 from torch import nn
 
 from gradsync.errors import CheckpointError
-from gradsync.train.state import TrainingState, bare_name, match_names, model_tensors
+from gradsync.parallel.held import bare_name
+from gradsync.train.state import Standing, TrainingState, match_names, model_tensors, state_of
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))
 
 
 def make_state(seed: int = 0) -> TrainingState:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))
-    return TrainingState(model, torch.optim.AdamW(model.parameters(), lr=0.1), 0, torch.device("cpu"))
+    model = make_model()
+    return state_of(model, torch.optim.AdamW(model.parameters(), lr=0.1), torch.device("cpu"))
 
 
 def train(state: TrainingState, steps: int) -> None:
+    model = make_model()
+    for name in list(dict(model.named_parameters())):
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, state.held[name].tensor)
     for _ in range(steps):
-        state.model(torch.ones(2, 3)).square().sum().backward()
+        model(torch.ones(2, 3)).square().sum().backward()
         state.optimizer.step()
         state.optimizer.zero_grad()
 
@@ -59,10 +68,10 @@ def test_a_state_before_the_first_step_has_no_moments_and_loads():
 
 def test_a_new_rank_keeps_its_own_random_state():
     stored = snapshot(make_state(0))
-    late = TrainingState(make_state(1).model, make_state(1).optimizer, 7, torch.device("cpu"))
+    fresh = make_state(1)
     torch.manual_seed(123)
     before = torch.get_rng_state()
-    late = TrainingState(late.model, torch.optim.AdamW(late.model.parameters()), 7, torch.device("cpu"))
+    late = TrainingState(fresh.held, fresh.optimizer, Standing(data_rank=7, data_world=8), torch.device("cpu"))
     restore(late, stored)
     assert torch.equal(torch.get_rng_state(), before)
 

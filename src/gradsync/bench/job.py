@@ -11,6 +11,7 @@ import torch
 from gradsync.bench.collectives import CollectiveTiming, copy_bandwidth, time_collectives
 from gradsync.bench.rounds import Contestant, Timing, peak_memory, time_contestants
 from gradsync.bench.workloads import WORKLOADS, Workload, workload_of_factory
+from gradsync.comm import shm
 from gradsync.comm.process import destroy_process_group, init_process_group
 
 
@@ -80,6 +81,8 @@ def _on_rank(measure: Any) -> Any:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     init_process_group("auto" if torch.cuda.is_available() else "gloo")
+    if shm.is_available() is None:
+        shm.register()
     result = measure()
     destroy_process_group()
     return result

@@ -34,6 +34,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.option("--workload", str, ",".join(_WORKLOADS[:3]), f"which, by commas: {', '.join(_WORKLOADS)}, or 'all'")
     parser.option("--model", str | None, None, "MODULE:FUNCTION that returns (module, batch) or (module, batch, loss)")
     _add_common(parser)
+    parser.option(
+        "--only", str | None, None, "contestants by their names in the table, by commas: bare,torch/gloo,gradsync/shm"
+    )
     parser.option("--threads-variant", bool, False, "also the older way: one process with a thread a replica")
     parser.option(
         "--memory", bool, False, "also measure the peak memory of every contestant, in processes of their own"
@@ -85,7 +88,7 @@ class _Result:
 def _bench_one(workload: str, given: Any) -> _Result:
     from gradsync.bench.job import BenchJob, run_bench
 
-    contestants = _contestants(_backends(given.backend), given.threads_variant)
+    contestants = _chosen(_contestants(_backends(given.backend), given.threads_variant), given.only)
     job = BenchJob(contestants, workload, given.rounds, given.model)
     timings = run_ranks(run_bench, given.nproc, job)[0]
     peaks = {}
@@ -107,12 +110,27 @@ def _contestants(backends: Sequence[str], with_threads: bool) -> "tuple[Contesta
     )
 
 
+def _chosen(contestants: "tuple[Contestant, ...]", only: str | None) -> "tuple[Contestant, ...]":
+    if only is None:
+        return contestants
+    names = only.split(",")
+    by_name = {contestant.name: contestant for contestant in contestants}
+    unknown = [name for name in names if name not in by_name]
+    if unknown:
+        raise ConfigError(f"--only {unknown[0]!r} is unknown; there are {', '.join(by_name)}")
+    return tuple(by_name[name] for name in dict.fromkeys(["bare", *names]))
+
+
 def _backends(given: str | None) -> list[str]:
     if given is not None:
         return given.split(",")
     import torch
 
-    return ["nccl"] if torch.cuda.is_available() else ["gloo"]
+    from gradsync.comm import shm
+
+    if torch.cuda.is_available():
+        return ["nccl"]
+    return ["gloo"] if shm.is_available() else ["gloo", shm.NAME]
 
 
 def run_ranks(entry: Any, nproc: int, job: Any) -> dict[int, Any]:

@@ -58,6 +58,7 @@ class _Text:
 
 def _loss(trained: "Trained", options: Any) -> dict[str, Any]:
     from gradsync.data.loader import evaluation_batches
+    from gradsync.parallel.replica import replica_of
     from gradsync.train.evaluate import evaluate
     from gradsync.train.ranks import Alone
 
@@ -65,7 +66,7 @@ def _loss(trained: "Trained", options: Any) -> dict[str, Any]:
     context = trained.model.config.context
     limit = None if options.max_tokens is None else -(-options.max_tokens // context)
     batches = evaluation_batches(text.source, context, 0, 1, options.batch, max_sequences=limit)
-    result = evaluate(trained.model, batches, Alone(), trained.device)
+    result = evaluate(replica_of(trained.model), batches, Alone(), trained.device)
     return {"data": text.name, "loss": result.loss, "perplexity": math.exp(result.loss), "tokens": result.tokens}
 
 
@@ -87,10 +88,12 @@ def _text(trained: "Trained", options: Any) -> _Text:
 
 
 def _accuracy(trained: "Trained", path: Path) -> dict[str, Any]:
+    from gradsync.parallel.replica import replica_of
     from gradsync.train.completions import completion_accuracy, read_examples
     from gradsync.train.ranks import Alone
 
-    found = completion_accuracy(trained.model, trained.tokenizer, read_examples(path), Alone(), trained.device)
+    replica = replica_of(trained.model)
+    found = completion_accuracy(replica, trained.tokenizer, read_examples(path), Alone(), trained.device)
     return {"accuracy": found.by_sum, "accuracy_normalised": found.by_mean, "examples": found.examples}
 
 

@@ -25,6 +25,7 @@ COMMANDS = {
     "export": ("gradsync.cli.export", "write a trained run in the form of another library"),
     "report": ("gradsync.cli.report", "write a page about one or several runs"),
     "bench": ("gradsync.cli.bench", "time a training step under different engines, side by side"),
+    "prove": ("gradsync.cli.prove", "show that every way of training computes what one process does"),
     "sample": ("gradsync.cli.sample", "print text from a trained run"),
 }
 

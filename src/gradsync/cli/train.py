@@ -16,6 +16,7 @@ from gradsync.cli.cores import num_cores
 from gradsync.cli.options import add_config_options, given_options, new_parser, print_config
 from gradsync.comm.launchers import adopt
 from gradsync.errors import ConfigError, DataError
+from gradsync.parallel.degrees import check_strategy, resolve_degrees
 from gradsync.train.batch import choose_num_processes, plan_batch
 from gradsync.train.config import TrainConfig, inherited, resolve
 from gradsync.train.runfolder import check_usable, new_run_path, newest_run_path, read_config
@@ -71,7 +72,9 @@ def _start(config: TrainConfig) -> int:
     if config.data != "stdlib" and not Path(config.data).exists():
         raise DataError(f"--data {config.data} does not exist; give a text file, a folder, or 'stdlib'")
     nproc = config.nproc or _choose_nproc(config)
-    plan_batch(config.batch_tokens, config.context, nproc, config.micro_batch, config.max_micro_batch)
+    degrees = resolve_degrees(nproc, config.dp, config.tp, config.pp)
+    check_strategy(config.strategy, degrees)
+    plan_batch(config.batch_tokens, config.context, degrees.data, config.micro_batch, config.max_micro_batch)
     print(f"starting {nproc} process{'es' if nproc > 1 else ''} ...", file=sys.stderr, flush=True)
     if nproc == 1:
         from gradsync.cli.worker import run_alone
@@ -83,8 +86,12 @@ def _start(config: TrainConfig) -> int:
 
 
 def _choose_nproc(config: TrainConfig) -> int:
-    """One process a GPU or core, as many of them as divide the step evenly."""
-    return choose_num_processes(config.batch_tokens, config.context, config.micro_batch, _num_places(config.device))
+    """One process a GPU or core: as many replicas as divide the step evenly, or those that are asked for."""
+    of_replica = config.tp * config.pp
+    if config.dp is not None:
+        return config.dp * of_replica
+    places = max(_num_places(config.device) // of_replica, 1)
+    return of_replica * choose_num_processes(config.batch_tokens, config.context, config.micro_batch, places)
 
 
 def _num_places(device: str) -> int:

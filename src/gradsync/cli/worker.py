@@ -106,7 +106,7 @@ def _train_in_group(config: TrainConfig, requests: StopRequests) -> Outcome:
     device = _device(config)
     view = _open_view(config) if int(os.environ["RANK"]) == 0 else Silent()
     with _logging_to(view):
-        init_process_group(_backend(config, device))
+        init_process_group(config.backend, device_type=device.type)
     ranks = Group()
     config = replace(config, run=config.run or ranks.from_first(new_run_path(config.preset)))
     outcome = _train(config, ranks, requests, view)
@@ -153,12 +153,6 @@ def _device(config: TrainConfig) -> torch.device:
     torch.cuda.set_device(index)
     torch.set_float32_matmul_precision("high")
     return torch.device("cuda", index)
-
-
-def _backend(config: TrainConfig, device: torch.device) -> str:
-    """Return the backend to ask for; what fits the machine does not fit CPU ranks of a machine with GPUs."""
-    is_cpu_beside_gpus = device.type == "cpu" and torch.cuda.is_available()
-    return "gloo" if config.backend == "auto" and is_cpu_beside_gpus else config.backend
 
 
 def _set_threads(config: TrainConfig) -> None:

@@ -1,7 +1,9 @@
 """Which backend a process group gets, and why. Knows the machine, not the model."""
 
+import os
 import sys
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -18,33 +20,67 @@ class BackendChoice:
     reason: str
 
 
-def choose_backend(requested: str = "auto", launcher: str | None = None) -> BackendChoice:
+def choose_backend(
+    requested: str = "auto", launcher: str | None = None, device_type: str | None = None, on_one_host: bool = False
+) -> BackendChoice:
     """Return the backend to use: the requested one, or the fastest that this machine has.
 
     ``launcher`` is who has started the ranks: under ``mpiexec`` CPU ranks get MPI, if mpi4py is there.
+    ``device_type`` is where the tensors are, by default on a GPU where there is one; ``on_one_host`` says that all
+    ranks are known to run on this host.
 
     Raises:
         ConfigError: the requested backend is not built into this torch.
     """
-    if requested == "mpi" and not dist.is_mpi_available():
-        requested = mpi.NAME  # torch's wheels come without MPI
     if requested not in ("auto", None):
-        _check_available(requested)
-        if requested == mpi.NAME:
-            mpi.register()
-        if "shm" in requested:
-            shm.register()
-        return BackendChoice(requested, "asked for")
-    if torch.cuda.is_available():
+        return _take(requested)
+    if torch.cuda.is_available() and device_type != "cpu":
         if dist.is_nccl_available():
             return BackendChoice("nccl", f"{torch.cuda.device_count()} CUDA device(s)")
         return BackendChoice("gloo", "CUDA devices, but this torch is built without NCCL")
     if launcher == "mpiexec" and mpi.is_available() is None:
         mpi.register()
         return BackendChoice(mpi.NAME, "CPU ranks that mpiexec has started")
+    return _choose_for_cpu(on_one_host)
+
+
+def _take(requested: str) -> BackendChoice:
+    if requested == "mpi" and not dist.is_mpi_available():
+        requested = mpi.NAME  # torch's wheels come without MPI
+    _check_available(requested)
+    if requested == mpi.NAME:
+        mpi.register()
+    if "shm" in requested:
+        shm.register()
+    return BackendChoice(requested, "asked for")
+
+
+def _choose_for_cpu(on_one_host: bool) -> BackendChoice:
     if not dist.is_gloo_available():
         raise ConfigError(f"no backend for CPU tensors: this torch ({torch.__version__}) is built without gloo")
-    return BackendChoice("gloo", f"CPU ranks on {sys.platform}")
+    if not on_one_host:
+        return BackendChoice("gloo", f"CPU ranks on {sys.platform}, not known to be on one host")
+    reason = shm.is_available()
+    if reason is not None:
+        return BackendChoice("gloo", f"CPU ranks; not shm: {reason}")
+    shm.register()
+    return BackendChoice(shm.NAME, "CPU ranks on one host")
+
+
+def are_on_one_host(init_method: str | None, store: object) -> bool:
+    """Whether it can be told, without asking them, that all ranks run on this host: the same on every rank."""
+    if store is not None:
+        return _is_loopback(getattr(store, "host", ""))
+    if init_method not in (None, "env://"):
+        return _is_loopback(urlsplit(init_method).hostname or "")
+    world, local_world = os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
+    if local_world is not None:
+        return world == local_world
+    return _is_loopback(os.environ.get("MASTER_ADDR", ""))
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _check_available(requested: str) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from gradsync.comm import last_words
-from gradsync.comm.backends import choose_backend
+from gradsync.comm.backends import are_on_one_host, choose_backend
 from gradsync.comm.interfaces import check_choices
 from gradsync.comm.launchers import adopt
 from gradsync.comm.parent import end_with_parent
@@ -62,16 +62,18 @@ def init_process_group(
     rank: int = -1,
     store: Any = None,
     *,
+    device_type: str | None = None,
     soft_limit_s: float = DEFAULT_SOFT_LIMIT_S,
     **kwargs: Any,
 ) -> None:
     """Start the default process group; the arguments are those of ``torch.distributed.init_process_group``.
 
     ``backend="auto"`` takes NCCL where there are CUDA devices, MPI where ``mpiexec`` has started the ranks (and
-    mpi4py is installed), and gloo elsewhere. What was chosen is logged on rank 0 (logger ``gradsync``, level
-    INFO). The place among the ranks comes from the environment as torchrun sets it, or from that of Slurm's
-    ``srun`` or of ``mpiexec``. Where the ranks meet through ``MASTER_ADDR``, the store listens on that address alone,
-    and ranks that are all on one machine open no port beyond it.
+    mpi4py is installed), shared memory (``shm``) for CPU ranks that are known to run on one Linux host, and gloo
+    elsewhere; ``device_type="cpu"`` asks for what fits CPU tensors where there are GPUs. What was chosen is logged on
+    rank 0 (logger ``gradsync``, level INFO). The place among the ranks comes from the environment as torchrun sets it,
+    or from that of Slurm's ``srun`` or of ``mpiexec``. Where the ranks meet through ``MASTER_ADDR``, the store listens
+    on that address alone, and ranks that are all on one machine open no port beyond it.
 
     An exception that nobody catches is told to the other ranks from now on. Started by torchrun, this process gets
     SIGTERM when torchrun is gone.
@@ -83,6 +85,7 @@ def init_process_group(
         world_size: see torch.
         rank: see torch.
         store: see torch.
+        device_type: of the tensors to come, where it is not the machine's best.
         soft_limit_s: how long a rank may wait for the others in the engine before all of them raise an error that says
             where each one is; 0 for no limit but the group's.
         **kwargs: see torch.
@@ -97,7 +100,7 @@ def init_process_group(
     is_by_environment = store is None and init_method in (None, "env://")
     place = adopt(os.environ) if is_by_environment else None
     launcher = None if place is None else place.launcher
-    choice = choose_backend(backend or "auto", launcher)
+    choice = choose_backend(backend or "auto", launcher, device_type, are_on_one_host(init_method, store))
     cards: list[Card] = []
     if launcher == "mpiexec" and "MASTER_ADDR" not in os.environ:
         store = _meet_through_mpi(timeout)

@@ -33,6 +33,7 @@ class Segment:
         self.bytes: Bytes = np.frombuffer(self._mapping, dtype=np.uint8)
         self._start = self.bytes.ctypes.data
         self._blocks = _Blocks(self.size)
+        self._owner = os.getpid()
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A 1-D tensor of zeros in this segment; its memory is given back when its storage dies."""
@@ -58,6 +59,8 @@ class Segment:
 
     def give_back(self, offset: int) -> None:
         """Free the block that ``take`` gave, and its pages."""
+        if os.getpid() != self._owner:
+            return  # a forked child drops what it has inherited; the pages are its parent's
         self._mapping.madvise(mmap.MADV_REMOVE, offset, self._blocks.length_of(offset))
         self._blocks.give_back(offset)
 

@@ -37,6 +37,7 @@ _LOOK_S = 0.5
 _HURRY_S = 0.05
 _ANSWER_S = 1.5  # three looks of the rank that is asked
 _POSTED_S = 1.0  # how long after the loss of a connection the cause may take to appear
+_TOLD_S = 0.3  # the same where the other rank may well go on
 _NOTED_S = 1.0
 _AFTER_LEAVING_S = 1.0
 _LAST_LOOK_S = 1.0
@@ -114,11 +115,14 @@ class Watch:
         return Place(self.step, self.phase, self.bucket, waited_s, self._excuse, stack_of(self._waiter))
 
     def explain(self, error: BaseException, members: Sequence[int]) -> BaseException:
-        """Return what stands behind an error that may only be the echo of another rank's, or the error itself."""
+        """Return what stands behind an error that may only be the echo of another rank's, or the error itself.
+
+        ``members`` are asked whether they are still there, if nobody has told of a failure.
+        """
         if self.error is None and not self.is_deaf:
             with self._hurry():
-                self._poll(_POSTED_S, lambda: self.error is not None or self.is_deaf)
-                if self.error is None and not self.is_deaf:
+                self._poll(_POSTED_S if members else _TOLD_S, lambda: self.error is not None or self.is_deaf)
+                if self.error is None and not self.is_deaf and members:
                     self.error = self._missing(error, members)
         return error if self.error is None else fresh(self.error)
 
@@ -250,6 +254,8 @@ class Waits:
     """How one engine waits for the works of its group: watched, and with an end."""
 
     def __init__(self, group: Any, watch: Watch | None, limit_s: float | None) -> None:
+        if group not in dist.distributed_c10d._world.pg_map:  # one that torch does not know: its ranks have no numbers
+            watch = None
         self._group = group
         self._watch = watch
         self._is_sliced = watch is not None and can_be_sliced(group)
@@ -284,7 +290,7 @@ class Waits:
         watch.bucket = bucket
         watch.waiting = self
         try:
-            if self._is_sliced:
+            if self._is_sliced and hasattr(work, "is_completed"):
                 self._wait_in_slices(work, watch)
             else:
                 work.wait()
@@ -303,6 +309,12 @@ class Waits:
         if self._watch is None or isinstance(error, RankFailedError | StalledError):
             return error
         return self._watch.explain(error, self.members)
+
+    def cause_of(self, error: BaseException) -> BaseException:
+        """Return the error of the rank that is behind this one, if it has told it."""
+        if self._watch is None:
+            return error
+        return self._watch.explain(error, ())
 
     def interrupt(self, error: GradsyncError) -> None:
         """End a wait in one piece; see [Note: Ending a wait]."""
@@ -360,6 +372,15 @@ def stack_of(thread: int | None) -> tuple[str, ...]:
     return tuple(reversed(lines))
 
 
+def wait_for(group: Any, work: Any) -> None:
+    """Wait for a work of a group; see ``Waits.wait`` for what it raises."""
+    waits = _waits.get(group)
+    if waits is None:
+        waits = _waits[group] = Waits(group, watch_of_world(), None)
+    waits.wait(work)
+
+
+_waits: "weakref.WeakKeyDictionary[Any, Waits]" = weakref.WeakKeyDictionary()
 _watches: "weakref.WeakKeyDictionary[Any, Watch]" = weakref.WeakKeyDictionary()
 _soft_limit_s = DEFAULT_SOFT_LIMIT_S
 

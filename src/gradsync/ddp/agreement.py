@@ -3,6 +3,7 @@
 import json
 import zlib
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -48,10 +49,13 @@ def check_abandoned(slots: Sequence[Slot], rank: int, pass_number: int) -> None:
     )
 
 
-def check_same_change(slots: Sequence[Slot], mine: Sequence[NamedParameter], group: Group) -> None:
-    """Raise if the trainable parameters have changed on some ranks only, or differently; ``mine`` are this rank's."""
-    if len({slot.change_digest for slot in slots}) == 1:
-        return
+def is_same_change(slots: Sequence[Slot]) -> bool:
+    """Whether the trainable parameters have changed in the same way on all ranks, or on none."""
+    return len({slot.change_digest for slot in slots}) == 1
+
+
+def raise_other_change(mine: Sequence[NamedParameter], group: Group) -> NoReturn:
+    """Raise what the ranks' trainable parameters, of which ``mine`` are this rank's, differ in; collective."""
     everyone = exchange_text(group, json.dumps(describe_parameters(mine)), _CPU)
     raise ContractError(
         f"rank {group.rank()}: the ranks no longer train the same parameters: {first_difference(everyone)}; freeze, "

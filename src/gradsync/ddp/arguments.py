@@ -127,14 +127,22 @@ def check_devices(parameters: Sequence[torch.Tensor], device_ids: Sequence[Any] 
         )
 
 
+def check_soft_limit(limit_s: float | None) -> None:
+    """Raise ConfigError for a limit that is no number of seconds."""
+    if limit_s is not None and (isinstance(limit_s, bool) or not isinstance(limit_s, int | float) or not limit_s >= 0):
+        raise ConfigError(f"soft_limit_s is a number of seconds, or 0 for none, but got {limit_s!r}")
+
+
 def check_caps(cap_mb: float | str | None, cap_mb_list: Sequence[float] | None) -> None:
     """Raise ConfigError for bucket limits that are no positive numbers."""
+    if cap_mb == "auto" and cap_mb_list is None:
+        return
     given = list(cap_mb_list) if cap_mb_list is not None else ([] if cap_mb is None else [cap_mb])
     for value in given:
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise ConfigError(
                 f"a bucket limit is a positive number of MiB, but got {value!r}; "
-                "leave bucket_cap_mb out for the default"
+                "leave bucket_cap_mb out for the default, or give bucket_cap_mb='auto'"
             )
     if cap_mb_list is not None and not given:
         raise ConfigError("bucket_cap_mb_list is empty; give at least one limit in MiB, or leave it out")

@@ -10,12 +10,15 @@ own; ``collect`` leaves such a buffer too.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, Protocol
 
 import torch
 
+from gradsync.ddp.control import NO_WORDS, Words
 from gradsync.ddp.plan import BucketPlan, ParameterSpec
 
 
@@ -33,11 +36,11 @@ def allocate_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torc
 
 @dataclass
 class FlatBuffer:
-    """The memory of a bucket: gradients first (``gradients``), then room for the control words (``tail``)."""
+    """The memory of a bucket: gradients first (``gradients``), then room for the control words (``words``)."""
 
     whole: torch.Tensor
     gradients: torch.Tensor
-    tail: torch.Tensor
+    words: Words
     views: list[torch.Tensor]
     idle_storage_count: int = 0
     idle_view_counts: list[int] = field(default_factory=list)
@@ -57,7 +60,9 @@ class FlatBuffer:
         """Whether somebody else still looks at this memory; ``num_own`` counts our own references to each view."""
         if _storage_count(self.whole) > self.idle_storage_count:
             return True
-        counts = map(sys.getrefcount, self.views)
+        counts = list(map(sys.getrefcount, self.views))
+        if counts == self.idle_view_counts:
+            return False
         return any(now - own > idle for now, own, idle in zip(counts, num_own, self.idle_view_counts, strict=True))
 
 
@@ -90,6 +95,8 @@ class Bucket:
         self.missing: list[int] = []
         self._kept: dict[int, torch.Tensor] = {}
         self._kept_results: dict[int, torch.Tensor] = {}
+        self._has_dtensors = any(local_tensor(p) is not p for p in self.parameters)
+        self._grad_of = local_grad if self._has_dtensors else _plain_grad
         self._position = {index: position for position, index in enumerate(plan.indices)}
 
     @property
@@ -148,11 +155,12 @@ class Bucket:
         earlier pass, or what the user put there), but is kept, so that it can be put back untouched if no
         rank used the parameter.
         """
-        grads = [local_grad(p) for p in self.parameters]
+        grads = list(map(self._grad_of, self.parameters))
         is_grad = self._leave_held_buffer(grads)
         views = self.buffer.views
-        self._keep_untouched(grads, is_grad, touched)
-        if not any(is_grad) and all(g is not None for g in grads):
+        if 0 in touched:
+            self._keep_untouched(grads, is_grad, touched)
+        if True not in is_grad and not any([g is None for g in grads]):
             copy_all(views, grads)
         else:
             pairs = [(v, g) for v, g, own in zip(views, grads, is_grad, strict=True) if g is not None and not own]
@@ -162,8 +170,7 @@ class Bucket:
                 torch._foreach_zero_([self.view_of(i) for i in self.missing])
         if scale != 1.0:
             self.buffer.gradients.mul_(scale)
-        for parameter in self.parameters:
-            parameter.grad = None
+        deque(map(_set_plain_grad, self.parameters, repeat(None)), maxlen=0)
         self.is_launched = True
 
     def add_late(self, index: int, contribution: torch.Tensor) -> None:
@@ -181,8 +188,8 @@ class Bucket:
         """
         views = self.buffer.views
         if is_used is None:
-            for parameter, view in zip(self.parameters, views, strict=True):
-                set_local_grad(parameter, view)
+            set_grad = set_local_grad if self._has_dtensors else _set_plain_grad
+            deque(map(set_grad, self.parameters, views), maxlen=0)
             return
         for position, (parameter, view) in enumerate(zip(self.parameters, views, strict=True)):
             if is_used[position]:
@@ -231,9 +238,15 @@ class Bucket:
         plan = self.plan
         whole = self._allocate(plan.numel + self._tail_numel, plan.dtype, plan.device)
         views = [view_at(whole, offset, spec) for offset, spec in zip(plan.offsets, self._specs, strict=True)]
-        buffer = FlatBuffer(whole, whole[: plan.numel], whole[plan.numel :], views)
+        words = whole[plan.numel :].numpy() if self._tail_numel else NO_WORDS
+        buffer = FlatBuffer(whole, whole[: plan.numel], words, views)
         buffer.remember_idle_counts()
         return buffer
+
+
+_plain_grad: Callable[[torch.Tensor], torch.Tensor | None] = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+_set_plain_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = torch.Tensor.grad.__set__  # type: ignore[union-attr]
+"""The attribute's getter and setter, to be mapped over many parameters; for any that is no DTensor."""
 
 
 def local_grad(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -266,9 +279,14 @@ def copy_all(targets: list[torch.Tensor], sources: Sequence[torch.Tensor | None]
     """Copy gradients, sparse ones too, into the views in one call."""
     if not targets:
         return
-    if any(s.is_sparse for s in sources if s is not None):
-        sources = [s.to_dense() if s is not None and s.is_sparse else s for s in sources]
-    torch._foreach_copy_(targets, sources)  # type: ignore[arg-type]
+    try:
+        torch._foreach_copy_(targets, sources)  # type: ignore[arg-type]
+    except RuntimeError:
+        # Looked for only now, since it takes as long as a small copy.
+        if not any(s.is_sparse for s in sources if s is not None):
+            raise
+        dense = [s.to_dense() if s is not None and s.is_sparse else s for s in sources]
+        torch._foreach_copy_(targets, dense)  # type: ignore[arg-type]
 
 
 def view_at(whole: torch.Tensor, offset: int, spec: ParameterSpec) -> torch.Tensor:

@@ -8,10 +8,17 @@ rank what it wrote into its own slot. Numbers are small whole numbers, which flo
 """
 
 import enum
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
-import torch
+import numpy as np
+import numpy.typing as npt
+
+Words = npt.NDArray[np.float32]
+"""Memory of a tensor, looked at through numpy: there a few numbers are read and written in a microsecond."""
+
+NO_WORDS: Words = np.empty(0, dtype=np.float32)
 
 WORD_LIMIT = 2**24
 
@@ -47,6 +54,7 @@ class Slot:
 
 
 SLOT_WORDS = len(fields(Slot))
+_values = operator.attrgetter(*(field.name for field in fields(Slot)))
 
 
 @dataclass(frozen=True)
@@ -54,13 +62,12 @@ class ControlWords:
     """The words of one pass, summed over all ranks."""
 
     used: Sequence[float]
-    late: Sequence[float]
+    """For each parameter the number of ranks that used it."""
+    late_anywhere: Sequence[int]
+    """Indices of the parameters that some rank was late with."""
     slots: tuple[Slot, ...]
-
-    @property
-    def late_anywhere(self) -> list[int]:
-        """Indices of the parameters that some rank was late with."""
-        return [index for index, count in enumerate(self.late) if count]
+    num_used_least: float
+    """The smallest number in ``used``; if there are no parameters, the number of ranks."""
 
     @property
     def num_training(self) -> int:
@@ -79,27 +86,30 @@ def num_words(num_parameters: int, world_size: int) -> int:
 
 
 def write_words(
-    target: torch.Tensor, used: Iterable[int], late: Iterable[int], slot: Slot, rank: int, num_parameters: int
+    target: Words, used: Iterable[int] | None, late: Iterable[int], slot: Slot, rank: int, num_parameters: int
 ) -> None:
-    """Fill ``target`` (float32, one-dimensional, ``num_words`` long) with this rank's share."""
-    words = [0.0] * target.numel()
-    for index in used:
-        words[index] = 1.0
+    """Fill ``target`` (``num_words`` long) with this rank's share; ``used`` is None if all parameters were used."""
+    target.fill(0.0)
+    if used is None:
+        target[:num_parameters] = 1.0
+    else:
+        target[list(used)] = 1.0
     for index in late:
-        words[num_parameters + index] = 1.0
+        target[num_parameters + index] = 1.0
     start = 2 * num_parameters + SLOT_WORDS * rank
-    words[start : start + SLOT_WORDS] = [float(getattr(slot, f.name)) for f in fields(Slot)]
-    target.copy_(torch.tensor(words, dtype=torch.float32, device="cpu"))
+    target[start : start + SLOT_WORDS] = _values(slot)
 
 
-def read_words(source: torch.Tensor, num_parameters: int) -> ControlWords:
+def read_words(source: Words, num_parameters: int) -> ControlWords:
     """Read the summed words."""
-    words = source.tolist()
+    used, late, rest = np.split(source, (num_parameters, 2 * num_parameters))
+    words = rest.tolist()
     slots = []
-    for start in range(2 * num_parameters, len(words), SLOT_WORDS):
+    for start in range(0, len(words), SLOT_WORDS):
         *whole, weight_low = words[start : start + SLOT_WORDS]
         slots.append(Slot(*map(int, whole), weight_low))  # type: ignore[call-arg]
-    return ControlWords(words[:num_parameters], words[num_parameters : 2 * num_parameters], tuple(slots))
+    late_anywhere = late.nonzero()[0].tolist() if late.any() else []
+    return ControlWords(used.tolist(), late_anywhere, tuple(slots), float(used.min(initial=len(slots))))
 
 
 def split_weight(weight: float) -> tuple[int, float]:

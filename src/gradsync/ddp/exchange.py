@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gradsync.comm.groups import Group
+from gradsync.comm.summing import is_gloo
 
 
 class Pending(Protocol):
@@ -38,8 +39,7 @@ class Exchange(Protocol):
 
 def choose_exchange(group: Group, device: torch.device) -> Exchange:
     """Return the best way for this group and this kind of device."""
-    # a group written in Python has a gloo backend inside, but does these operations itself
-    if type(group) is dist.ProcessGroup and isinstance(group._get_backend(device), dist.ProcessGroupGloo):
+    if is_gloo(group, device):
         return PairwiseExchange(group) if device.type == "cpu" else AllReduceExchange(group)
     return NativeExchange(group)
 

@@ -7,7 +7,7 @@ the same name; the less used part of that surface is in ``surface``. How a pass 
 import contextlib
 import copy
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -61,7 +61,9 @@ class DistributedDataParallel(TorchSurface):
         broadcast_buffers: deprecated spelling of ``forward_sync_buffers``.
         init_sync: compare the models of all ranks at construction and start them from rank 0's values.
         process_group: the ranks that hold replicas; the default group if None.
-        bucket_cap_mb: size limit of a bucket in MiB; None means 1 MiB for the first and 25 MiB for the others.
+        bucket_cap_mb: size limit of a bucket in MiB; None means 1 MiB for the first and 25 MiB for the others. "auto":
+            measure during the first passes when gradients arrive and what the link costs, and then cut the buckets
+            so that the last one is done as early as possible.
         find_unused_parameters: accepted; unused parameters need no flag.
         check_reduction: deprecated, without effect.
         gradient_as_bucket_view: accepted; gradients are views of the buckets, and a gradient that is still held
@@ -79,6 +81,8 @@ class DistributedDataParallel(TorchSurface):
         forward_sync_buffers: send rank 0's buffers to all ranks before a training forward; None means True.
         reduction: ``"mean"`` divides the sum by the number of ranks, ``"sum"`` doesn't, ``"weighted"`` divides it by
             the total given to ``add_gradient_weight``.
+        soft_limit_s: how long a rank waits for the others before all of them raise an error that says where each one
+            is; None for that of ``init_process_group`` (60 s), 0 for none.
 
     Raises:
         TypeError: ``module`` is no module.
@@ -96,7 +100,7 @@ class DistributedDataParallel(TorchSurface):
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: Any = None,
-        bucket_cap_mb: float | None = None,
+        bucket_cap_mb: float | Literal["auto"] | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
@@ -111,6 +115,7 @@ class DistributedDataParallel(TorchSurface):
         forward_sync_buffers: bool | None = None,
         *,
         reduction: str = "mean",
+        soft_limit_s: float | None = None,
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -145,6 +150,7 @@ class DistributedDataParallel(TorchSurface):
                 ),
                 lambda: arguments.check_caps(bucket_cap_mb, bucket_cap_mb_list),
                 lambda: arguments.check_reduction(reduction),
+                lambda: arguments.check_soft_limit(soft_limit_s),
                 lambda: check_parameters(named),
                 lambda: arguments.check_devices([p for _, p in named], device_ids, output_device),
             ),
@@ -156,7 +162,12 @@ class DistributedDataParallel(TorchSurface):
                 "mixed_precision": str(mixed_precision),
             },
         )
-        self._settings = Settings(caps_from_mib(bucket_cap_mb, bucket_cap_mb_list), Reduction(reduction))
+        self._settings = Settings(
+            caps_from_mib(bucket_cap_mb, bucket_cap_mb_list),
+            Reduction(reduction),
+            soft_limit_s=soft_limit_s,
+            tunes_buckets=bucket_cap_mb == "auto",
+        )
         self.bucket_bytes_cap_list = [int(cap * MIB) for cap in bucket_cap_mb_list or ()]
         self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
         self.broadcast_bucket_size = BROADCAST_BUCKET_BYTES
@@ -208,7 +219,8 @@ class DistributedDataParallel(TorchSurface):
         self._unsynced_forward_in_window = False
         self._seen_backwards = 0
         self._seen_passes = 0
-        groups = EngineGroups(group, self.device, None if original is None else original.reducer.groups)
+        original_groups = None if original is None else original.reducer.groups
+        groups = EngineGroups(group, self.device, original_groups, self._settings.soft_limit_s)
         self.reducer = Reducer(self._watch, groups, self._settings)
         if group.size() == 1 and self._settings.reduction != "weighted":
             self.reducer.detach()
@@ -217,6 +229,7 @@ class DistributedDataParallel(TorchSurface):
             self._is_active = True
             guard.watch(self.reducer)
         self._start_surface()
+        self._look_for_duties()
 
     @property
     def _state_group(self) -> Any:
@@ -229,6 +242,8 @@ class DistributedDataParallel(TorchSurface):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; synchronise buffers before it where they are due, and watch its outputs for backward."""
+        if self._is_transparent:
+            return self._modules["module"](*inputs, **kwargs)  # type: ignore[misc]
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)
         return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
 
@@ -237,6 +252,7 @@ class DistributedDataParallel(TorchSurface):
         self._before_forward()
         if self._is_active:
             self.reducer.settle()
+            self.reducer.groups.waits.enter("forward", self.reducer.num_passes)
         self._synchronize_before_forward()
         if self.device_ids:
             moved, moved_kwargs = _to_kwargs(inputs, kwargs, self.device, self.use_side_stream_for_tensor_copies)
@@ -299,7 +315,7 @@ class DistributedDataParallel(TorchSurface):
         Once a window where forwards run without synchronisation, since their number may differ between ranks;
         before every forward elsewhere.
         """
-        if not (self.forward_sync_buffers and self.require_forward_param_sync and self._watch.buffers()):
+        if not (self.forward_sync_buffers and self.require_forward_param_sync and self._watch.has_buffers()):
             return False
         if not self._is_active:
             return hasattr(self, "buffer_hook")
@@ -445,6 +461,12 @@ class DistributedDataParallel(TorchSurface):
         if not self._is_active:
             self.reducer.attach()
             self._is_active = True
+        self._look_for_duties()
+
+    def _look_for_duties(self) -> None:
+        """A lone rank's wrapper that neither casts, moves nor hooks anything costs nothing."""
+        has_duties = self._is_active or self.mixed_precision or self.device_ids or "buffer_hook" in self.__dict__
+        self._is_transparent = not has_duties
 
     # ------------------------------------------------------------- uneven inputs
 

@@ -155,11 +155,24 @@ def make_plan(
     return Plan(tuple(specs), tuple(buckets), sparse)
 
 
-def caps_from_mib(cap_mb: float | None, cap_mb_list: Sequence[float] | None = None) -> list[float]:
+def plan_of(specs: Sequence[ParameterSpec], groups: Sequence[Sequence[int]], sparse: tuple[int, ...]) -> Plan:
+    """Return the plan with these buckets; one whose members differ in dtype or device becomes several."""
+    uniform: list[list[int]] = []
+    for group in groups:
+        by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for index in group:
+            by_kind.setdefault((specs[index].flat_dtype, specs[index].device), []).append(index)
+        uniform += by_kind.values()
+    buckets = [_bucket_plan(specs, members) for members in uniform]
+    _move_float32_last(buckets)
+    return Plan(tuple(specs), tuple(buckets), sparse)
+
+
+def caps_from_mib(cap_mb: float | str | None, cap_mb_list: Sequence[float] | None = None) -> list[float]:
     """Turn the constructor's arguments (MiB) into a list of limits in bytes."""
     if cap_mb_list:
         return [mb * MIB for mb in cap_mb_list]
-    if cap_mb is None:
+    if cap_mb is None or isinstance(cap_mb, str):
         return [DEFAULT_FIRST_CAP_BYTES, DEFAULT_CAP_BYTES]
     return [cap_mb * MIB]
 

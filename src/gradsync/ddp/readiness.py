@@ -17,6 +17,7 @@ class Readiness:
         self.expected: list[int] | None = None
         self.order: list[int] = []
         self._erratic: set[int] = set()
+        self._awaited: tuple[Plan, list[int]] | None = None
 
     @property
     def is_learned(self) -> bool:
@@ -32,14 +33,20 @@ class Readiness:
         """For each bucket the number of parameters that its launch waits for (one more if it must wait for the end)."""
         if self.expected is None:
             return [len(bucket.indices) + 1 for bucket in plan.buckets]
+        if self._awaited is not None and self._awaited[0] is plan:
+            return list(self._awaited[1])
         expected, erratic = self.expected, self._erratic
-        return [
+        awaited = [
             sum(1 for index in bucket.indices if expected[index]) + any(index in erratic for index in bucket.indices)
             for bucket in plan.buckets
         ]
+        self._awaited = (plan, awaited)
+        return list(awaited)
 
     def learn(self, late: set[int]) -> None:
         """Take this pass as the expectation for the next one."""
+        if late or self.counts != self.expected:
+            self._awaited = None
         self.expected = self.counts
         self._erratic |= late
 

@@ -34,72 +34,60 @@ is reset.
 """
 
 import contextlib
-import itertools
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
-from gradsync.comm.groups import Group, broadcast_tensors
+from gradsync.comm.groups import broadcast_tensors
 from gradsync.ddp.agreement import (
     NamedParameter,
     change_digest,
     check_abandoned,
-    check_same_change,
     check_same_hook,
     check_same_pass,
-    plan_digest,
+    is_same_change,
+    raise_other_change,
 )
 from gradsync.ddp.backward import is_accumulating
-from gradsync.ddp.bucket import Bucket, local_tensor
-from gradsync.ddp.comm_hooks import HookedCollective
+from gradsync.ddp.bucket import Bucket, local_grad, local_tensor
 from gradsync.ddp.compiler import refuse_compiled_autograd
 from gradsync.ddp.control import (
     WORD_LIMIT,
     ControlWords,
     RankState,
     Slot,
-    num_words,
+    Words,
     read_words,
     split_weight,
     write_words,
 )
 from gradsync.ddp.end_of_backward import Attendance, attend
 from gradsync.ddp.engine_groups import EngineGroups
-from gradsync.ddp.ownership import claim, owns
-from gradsync.ddp.parameter_hooks import ParameterHooks
-from gradsync.ddp.plan import Plan, make_plan, parameter_spec
-from gradsync.ddp.readiness import Readiness
+from gradsync.ddp.ownership import claim
+from gradsync.ddp.plan import make_plan
+from gradsync.ddp.planned import Planned
 from gradsync.ddp.reducer_surface import ReducerSurface
 from gradsync.ddp.rounds import reduce_newcomers, reduce_sparse
 from gradsync.ddp.settings import Reduction, Settings
-from gradsync.ddp.sharding import Sharding
+from gradsync.ddp.tuned_plan import tuned_plan
+from gradsync.ddp.tuning import ReadyTimes
 from gradsync.ddp.watch import ModuleWatch
 from gradsync.errors import ContractError, ReducerFailedError
 
-_serials = itertools.count()
 
-
-class Reducer(ReducerSurface):
+class Reducer(Planned, ReducerSurface):
     """Synchronises the gradients of one module; see the module's docstring for the order of events."""
 
     def __init__(self, watch: ModuleWatch, groups: EngineGroups, settings: Settings) -> None:
-        self.watch = watch
-        self.groups = groups
-        self.settings = settings
-        self.serial = next(_serials)
-        self.rank: int = groups.buckets.rank()
-        self.world_size: int = groups.buckets.size()
         self.synchronizes = True
         self.divides_by_active_ranks = False
         self.num_passes = 0
         self.num_backwards = 0
         self.gradient_weight = 0.0
-        self.hook: HookedCollective | None = None
-        self.sharding: Sharding | None = None
         self.backward_over: Callable[[], object] = lambda: None
         """Called first when a backward that began a pass is over."""
         self.pass_done: Callable[[], object] = lambda: None
@@ -110,150 +98,12 @@ class Reducer(ReducerSurface):
         self._is_open = False
         self._is_complete = False
         self._forward_thread = threading.get_ident()
-        self._hooks = ParameterHooks(self)
         self._graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()
-        self._is_detached = False
         self._change: list[NamedParameter] | None = None
         self._converted: dict[int, torch.Tensor | None] = {}
-        self.parameters: list[nn.Parameter] = []
-        self.buckets: list[Bucket] = []
-        self.sparse_results: dict[int, torch.Tensor] = {}
-        self.touched = bytearray()
-        claim(self, [p for _, p in watch.trainable()])
-        self._install(self._owned())
-
-    @property
-    def group(self) -> Group:
-        """The group that carries the buckets."""
-        return self.groups.buckets
-
-    @property
-    def control_group(self) -> Group:
-        """The group that carries everything else, in CPU tensors."""
-        return self.groups.control
-
-    # ------------------------------------------------------------------ plan
-
-    def _install(self, named: list[NamedParameter], new_results: Mapping[int, torch.Tensor] | None = None) -> None:
-        """Take these parameters as the ones to synchronise, and plan their buckets anew.
-
-        ``new_results`` are gradients, by the parameter's id, that were reduced outside of the buckets.
-        """
-        if self.sharding is not None:
-            self.sharding.check_members(named)
-        touched_before = {id(p) for p, t in zip(self.parameters, self.touched, strict=True) if t}
-        results = {**self._results(), **(new_results or {})}
-        sparse_results = {id(self.parameters[index]): grad for index, grad in self.sparse_results.items()}
-        self.names = [name for name, _ in named]
-        self.parameters = [p for _, p in named]
-        sparse = self.watch.sparse_names()
-        self.specs = [parameter_spec(name, local_tensor(p), name in sparse) for name, p in named]
-        self.touched = bytearray(id(p) in touched_before for p in self.parameters)
-        self.sparse_results = {
-            index: sparse_results[id(p)] for index, p in enumerate(self.parameters) if id(p) in sparse_results
-        }
-        self._carried: dict[int, torch.Tensor] = {}
-        self.watch.accept()
-        self._register_hooks()
-        self.readiness = Readiness(len(named))
-        self.is_order_agreed = False
-        self._use_plan(self._plan_for(reversed(range(len(named)))), results)
-
-    def _plan_for(self, order: Iterable[int]) -> Plan:
-        slicing = None if self.sharding is None else self.sharding.slicing
-        return make_plan(self.specs, order, self.settings.caps_bytes, slicing)
-
-    def _owned(self) -> list[NamedParameter]:
-        """Return the trainable parameters that no later wrapper has taken over."""
-        return [(name, p) for name, p in self.watch.trainable() if owns(self, p)]
-
-    def review_ownership(self) -> None:
-        """Plan anew if another wrapper has taken some of the parameters over, or has given them back."""
-        owned = self._owned()
-        if [id(p) for _, p in owned] != [id(p) for p in self.parameters]:
-            self._install(owned)
-
-    def _results(self) -> dict[int, torch.Tensor]:
-        """Return the gradients that are the result of a pass, by the parameter's id."""
-        return {id(p): view for bucket in self.buckets for p, view in bucket.results()}
-
-    def holds_result(self, index: int) -> bool:
-        """Whether the parameter's gradient is what a pass left there, and all ranks have the same."""
-        number = self.bucket_of[index]
-        if number < 0:
-            grad = self.parameters[index].grad
-            return grad is not None and self.sparse_results.get(index) is grad
-        return self.buckets[number].holds_result(index)
-
-    def _use_plan(self, plan: Plan, results: dict[int, torch.Tensor]) -> None:
-        """Make the buckets of a plan, and move the gradients of the last pass into their memory."""
-        self.plan = plan
-        self.bucket_of = plan.bucket_of
-        self._plan_digest = plan_digest(plan)
-        words = num_words(len(self.specs), self.world_size)
-        last = plan.buckets[-1] if plan.buckets else None
-        self._words_ride = (
-            last is not None
-            and last.dtype == torch.float32
-            and last.device.type == "cpu"
-            and self.hook is None
-            and self.sharding is None
-        )
-        self._words = None if self._words_ride else torch.zeros(words, dtype=torch.float32, device="cpu")
-        self.buckets = self._make_buckets(plan, words) if self.sharding is None else self.sharding.make_buckets(plan)
-        for bucket in self.buckets:
-            bucket.adopt(results)
-
-    def _make_buckets(self, plan: Plan, words: int) -> list[Bucket]:
-        return [
-            Bucket(
-                number,
-                bucket_plan,
-                self.specs,
-                [self.parameters[i] for i in bucket_plan.indices],
-                words if self._words_ride and bucket_plan is plan.buckets[-1] else 0,
-                self.settings.allocate,
-            )
-            for number, bucket_plan in enumerate(plan.buckets)
-        ]
-
-    def _register_hooks(self) -> None:
-        if self._is_detached:
-            return
-        carries = self.settings.reduction is not Reduction.MEAN and self.sharding is None
-        self._hooks.register(self.parameters, before_too=carries)
-
-    def detach(self) -> None:
-        """Synchronise no gradient any more."""
-        self._hooks.remove()
-        self._is_detached = True
-
-    def attach(self) -> None:
-        """Synchronise gradients again."""
-        self._is_detached = False
-        self._register_hooks()
-
-    def inherit(self, other: "Reducer") -> None:
-        """Remember which gradients another reducer of the same module has left unsynchronised."""
-        touched = {id(p) for p, is_touched in zip(other.parameters, other.touched, strict=True) if is_touched}
-        self.touched = bytearray(id(p) in touched for p in self.parameters)
-        for bucket in self.buckets:
-            bucket.adopt(other._results())
-        self.synchronizes = other.synchronizes
-
-    def use_hook(self, hook: HookedCollective) -> None:
-        """Let a communication hook do the collectives of the buckets from now on."""
-        self.hook = hook
-        self._use_plan(self.plan, self._results())
-
-    def use_sharding(self, sharding: Sharding) -> None:
-        """Leave on each rank only its slices of the reduced gradients from now on; collective."""
-        self.settle()
-        results = self._results()
-        self.sharding = sharding
-        self._register_hooks()
-        order = [index for bucket in self.plan.buckets for index in bucket.indices]
-        self._use_plan(self._plan_for(order), results)
+        self._carried_retired: dict[int, torch.Tensor] = {}
+        self._begin_s = self._backward_s = 0.0
+        super().__init__(watch, groups, settings)
 
     # ------------------------------------------------------------- the pass begins
 
@@ -277,7 +127,7 @@ class Reducer(ReducerSurface):
                 self._begin_pass()
 
         self._forward_thread = threading.get_ident()
-        tensor.register_hook(output_hook)  # type: ignore[no-untyped-call]
+        self._hooks.overlook(tensor.register_hook(output_hook))  # type: ignore[no-untyped-call]
 
     @property
     def has_open_graphs(self) -> bool:
@@ -300,6 +150,7 @@ class Reducer(ReducerSurface):
                 f"rank {self.rank}: an earlier pass failed, so no gradient is synchronised any more: {self.failure}; "
                 f"end the program, or call reset_after_failure() on all ranks"
             )
+        self.groups.waits.check()
         if self._is_open and not self._in_pass and torch._C._current_graph_task_id() == -1:
             self._complete_abandoned()
 
@@ -314,12 +165,22 @@ class Reducer(ReducerSurface):
         refuse_compiled_autograd(self.rank)
         self._open_pass()
         self._pass = attend(self)
+        self._hooks.write_down(self._not_waited_for())
+        self._begin_s = time.perf_counter()
         return True
 
+    def _not_waited_for(self) -> bytes | bytearray:
+        """Mark the parameters whose gradients complete no bucket before backward is over."""
+        if self.times is not None:
+            return bytes(len(self.specs))  # every gradient's time is asked for
+        return self._waits_for_end if self._expected is not None else b"\1" * len(self.specs)
+
     def _open_pass(self) -> None:
+        self.groups.waits.enter("backward", self.num_passes)
         awaited = self.readiness.num_awaited(self.plan)
         if self.watch.has_changed():
             self._change = self._owned()
+            self._carry_retired()
             awaited = [
                 waiting + 1 for waiting in awaited
             ]  # which parameters the plan still fits is sorted out at the end
@@ -342,6 +203,8 @@ class Reducer(ReducerSurface):
             return
         self.touched[index] = 1
         self._counts[index] += 1
+        if self.times is not None:
+            self.times.current[index] = time.perf_counter() - self._begin_s
         if self._expected is None:
             self.readiness.order.append(index)
             return
@@ -378,7 +241,7 @@ class Reducer(ReducerSurface):
             elif self.sharding is not None:
                 self.sharding.launch(bucket)
             else:
-                bucket.work = self.group.allreduce([bucket.buffer.whole])
+                bucket.work = self.groups.sum_bucket(bucket.buffer.whole, bucket is self.buckets[-1])
         except BaseException as error:
             self.fail(error)
             raise
@@ -411,15 +274,41 @@ class Reducer(ReducerSurface):
             self._carried[index] = parameter.grad
             parameter.grad = None
 
+    def _carry_retired(self) -> None:
+        """Put aside the sums over all ranks that parameters have kept while they were not planned."""
+        self._carried_retired = {}
+        if self.settings.reduction is Reduction.MEAN or self.sharding is not None:
+            return
+        for parameter, result in self.retired_results:
+            if parameter.requires_grad and local_grad(parameter) is result:
+                self._carried_retired[id(parameter)] = result
+                parameter.grad = None
+
+    def take_carried_retired(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return the sum that was put aside for a parameter not in the plan; it is the caller's from now on."""
+        return self._carried_retired.pop(id(parameter), None)
+
     def take_carried(self, index: int) -> torch.Tensor | None:
         """Return the sum that was put aside for this parameter, if any; it is the caller's from now on."""
         return self._carried.pop(index, None)
+
+    def _read_written(self) -> None:
+        """Take note of the contributions that nothing was waiting for, which the hooks have only written down."""
+        written = self._hooks.read_written()
+        counts, touched = self._counts, self.touched
+        for index in written:
+            counts[index] += 1
+            touched[index] = 1
+        if self._expected is None:
+            self.readiness.order += written
 
     # ------------------------------------------------------------- backward ends
 
     def end_backward(self) -> bool:
         """Launch what is left; returns whether this was a pass at all (``torch.autograd.grad`` is none)."""
         self._pass = None
+        self._backward_s = time.perf_counter() - self._begin_s
+        self._read_written()
         self.backward_over()
         if not any(self._counts) and not is_accumulating(self._forward_thread):
             self._is_open = False
@@ -455,14 +344,14 @@ class Reducer(ReducerSurface):
             self._collect(last)
         if self._words_ride:
             assert last is not None
-            self._write_words(last.buffer.tail, state)
+            self._write_words(last.buffer.words, state)
             self._start(last)
         else:
             if last is not None:
                 self._start(last)
             assert self._words is not None
-            self._write_words(self._words, state)
-            self._words_work = self.control_group.allreduce([self._words])
+            self._write_words(self._words.numpy(), state)
+            self._words_work = self.groups.sum_words(self._words)
         self.gradient_weight = 0.0
 
     def _put_converted_aside(self) -> None:
@@ -475,7 +364,7 @@ class Reducer(ReducerSurface):
                 self._converted[id(parameter)] = parameter.grad
                 parameter.grad = None
 
-    def _write_words(self, target: torch.Tensor, state: RankState) -> None:
+    def _write_words(self, target: Words, state: RankState) -> None:
         high, low = split_weight(self.gradient_weight)
         slot = Slot(
             state=state,
@@ -487,12 +376,12 @@ class Reducer(ReducerSurface):
         )
         write_words(target, self._used(), self._late, slot, self.rank, len(self.specs))
 
-    def _used(self) -> list[int]:
-        """Parameters with a contribution; a touched one whose gradient the user has dropped since has none."""
+    def _used(self) -> list[int] | None:
+        """Parameters with a contribution, None if all have one; a touched one whose gradient is gone has none."""
         missing = {index for bucket in self.buckets for index in bucket.missing} - self._late
         missing.update(index for index in self.plan.sparse if self.parameters[index].grad is None)
-        if not missing and all(self.touched):
-            return list(range(len(self.specs)))
+        if not missing and 0 not in self.touched:
+            return None
         return [index for index, touched in enumerate(self.touched) if touched and index not in missing]
 
     def _finish(self, learns: bool = False, joined: bool = False) -> None:
@@ -524,30 +413,33 @@ class Reducer(ReducerSurface):
         self._change = None
         self._converted = {}
         self.num_passes += 1
+        self.groups.waits.enter("after backward", self.num_passes)
         for bucket in self.buckets:
             bucket.work = None
 
     def _wait(self) -> ControlWords:
+        if not self._words_ride:  # first: these were launched last, so they tell when to wait for buckets has no end
+            self.groups.wait_for_words(self._words_work)
         for bucket in self.buckets:
             if self.hook is not None:
                 self.hook.wait(bucket, [self.names[i] for i in bucket.plan.indices])
             else:
-                bucket.work.wait()
+                self.groups.wait_for_bucket(bucket.work, bucket.number)
         if self._words_ride:
-            return read_words(self.buckets[-1].buffer.tail, len(self.specs))
+            return read_words(self.buckets[-1].buffer.words, len(self.specs))
         assert self._words is not None
-        self._words_work.wait()
-        return read_words(self._words, len(self.specs))
+        return read_words(self._words.numpy(), len(self.specs))
 
     def _check(self, words: ControlWords) -> None:
         """Raise, on all ranks alike, if the ranks were not in the same pass of the same plan."""
-        mine = self._change if self._change is not None else list(zip(self.names, self.parameters, strict=True))
         try:
             check_abandoned(words.slots, self.rank, self.num_passes)
-            check_same_change(words.slots, mine, self.control_group)
-        except ContractError:
+            if not is_same_change(words.slots):
+                planned = list(zip(self.names, self.parameters, strict=True))
+                raise_other_change(planned if self._change is None else self._change, self.control_group)
+        except ContractError as error:
             self._drop_gradients()
-            raise
+            raise self.groups.waits.cause_of(error) from None
         check_same_pass(words.slots, self.rank)
 
     def _drop_gradients(self) -> None:
@@ -575,7 +467,7 @@ class Reducer(ReducerSurface):
             self.hook.launch(extra, is_last=False)
             self.hook.wait(extra, names)
         else:
-            self.group.allreduce([extra.buffer.whole]).wait()
+            self.groups.sum_bucket(extra.buffer.whole, True).wait()
 
     def _divide(self, words: ControlWords) -> None:
         """Apply what only the control words could tell: the total weight, or the number of ranks with a batch."""
@@ -601,7 +493,7 @@ class Reducer(ReducerSurface):
         return 1.0
 
     def _write_back(self, words: ControlWords) -> None:
-        all_used = min(words.used, default=1) > 0
+        all_used = words.num_used_least > 0
         for bucket in self.buckets:
             for index in bucket.plan.indices if self._carried else ():
                 carried = self.take_carried(index)
@@ -621,13 +513,25 @@ class Reducer(ReducerSurface):
         if not joined:
             self.readiness.learn(self._late)
         if self.is_order_agreed:
+            self._tune()
             return
         self.is_order_agreed = True
+        self.times = ReadyTimes(len(self.specs)) if self.settings.tunes_buckets and self.plan.buckets else None
         mine = torch.tensor(self.readiness.ready_order(), dtype=torch.int64)
         agreed = broadcast_tensors(self.control_group, [mine], source=0)[0].tolist()
         plan = self._plan_for(agreed)
         if plan.buckets != self.plan.buckets:
             self._use_plan(plan, self._results())
+
+    def _tune(self) -> None:
+        """With ``bucket_cap_mb="auto"``: after a few passes make the plan that fits the measured times."""
+        if self.times is None or self.sharding is not None:
+            return
+        self.times.end_pass(self._backward_s)
+        if self.times.is_complete:
+            ready_s = self.times.medians()
+            self.times = None
+            self._use_plan(tuned_plan(self, ready_s), self._results())
 
     def _take_change(self) -> None:
         """Adopt another set of trainable parameters, which is the same on all ranks (see ``_check_change``)."""
@@ -648,6 +552,7 @@ class Reducer(ReducerSurface):
 
     def fail(self, error: BaseException) -> None:
         """Run no further collective; see [Note: Failure]."""
+        self._hooks.read_written()
         if self.failure is None:
             self.failure = f"{type(error).__name__}: {error}"
             self.groups.spoil()
@@ -655,6 +560,7 @@ class Reducer(ReducerSurface):
     def reset_after_failure(self) -> None:
         """Forget a failure and everything learned; to be called on all ranks, on a group that still works."""
         self.failure = None
+        self.groups.waits.forget()
         self._pass = None
         self._is_open = False
         self._install(self._owned())
@@ -704,6 +610,7 @@ class Reducer(ReducerSurface):
         Its gradients are worth nothing; they are taken off the parameters now, before the user clears them.
         """
         if self.failure is None and self._is_open and not self._is_complete:
+            self._read_written()
             self._prepare_first_pass()
             self._launch_rest(RankState.ABANDONED)
             self._drop_gradients()

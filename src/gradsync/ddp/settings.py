@@ -4,8 +4,6 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradsync.ddp.bucket import Allocator, allocate_zeros
-
 
 class Reduction(enum.StrEnum):
     """What becomes of the ranks' gradients."""
@@ -24,4 +22,7 @@ class Settings:
 
     caps_bytes: Sequence[float]
     reduction: Reduction = Reduction.MEAN
-    allocate: Allocator = allocate_zeros
+    soft_limit_s: float | None = None
+    """How long to wait for the other ranks; None for the process's own limit."""
+    tunes_buckets: bool = False
+    """Whether the plan is to be fitted to the link once it is known when gradients arrive."""

@@ -18,7 +18,7 @@ from gradsync.ddp.module import DistributedDataParallel
 from gradsync.ddp.replicas import check_contract
 from gradsync.ddp.sharded_gradient import ShardedGradient
 from gradsync.ddp.sharded_state import PieceState, consolidate
-from gradsync.ddp.sharding import Sharding, Tenant
+from gradsync.ddp.sharding import Piece, Sharding, Tenant
 from gradsync.errors import ConfigError
 
 _NOT_OPTIONS = frozenset({"params", "param_names"})
@@ -216,6 +216,16 @@ class ZeroRedundancyOptimizer(Optimizer, Tenant):
         )
         for outer, own in zip(self.param_groups, inner.param_groups, strict=True):
             outer.update(_options(own))
+
+    def own_share(self) -> tuple[Optimizer, list[Piece]]:
+        """Return the optimizer that runs on this rank, and the pieces it steps, in its order; not collective.
+
+        For saving without gathering: each piece says which range of which flattened parameter it is. Pieces change
+        with the engine's plan, so take them anew each time.
+        """
+        sharding, inner = self._parts()
+        groups = range(len(inner.param_groups))
+        return inner, [piece for number in groups for piece in sharding.pieces if piece.group == number]
 
     # ------------------------------------------------------------- groups and shares
 

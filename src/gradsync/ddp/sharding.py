@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
-from gradsync.ddp.bucket import Bucket, allocate_zeros, view_at
+from gradsync.ddp.bucket import Bucket, view_at
 from gradsync.ddp.exchange import Exchange, choose_exchange
 from gradsync.ddp.plan import BucketPlan, ParameterSpec, Plan, Slicing, make_plan, parameter_spec
 from gradsync.ddp.shard_layout import (
@@ -204,13 +204,13 @@ class Sharding:
         self, plan: BucketPlan, specs: Sequence[ParameterSpec], members: Sequence[nn.Parameter]
     ) -> torch.Tensor:
         """Return memory for a bucket's parameters: where a lone one is already, if that will do."""
-        allocate = self.reducer.settings.allocate
+        groups = self.reducer.groups
         own_specs = [specs[i] for i in plan.indices]
         numel = num_sent(plan, own_specs, self._exchanges[plan.device])
         is_alone = len(members) == 1 and own_specs[0].flat_numel == numel
-        if is_alone and allocate is allocate_zeros and is_laid_out_as(own_specs[0], members[0]):
+        if is_alone and not groups.share_memory(plan.device) and is_laid_out_as(own_specs[0], members[0]):
             return flat_view(members[0].data)
-        return allocate(numel, plan.dtype, plan.device)
+        return groups.allocate(numel, plan.dtype, plan.device)
 
     def _move_in(
         self, flat: torch.Tensor, plan: BucketPlan, specs: Sequence[ParameterSpec], members: Sequence[nn.Parameter]
@@ -225,7 +225,7 @@ class Sharding:
     def _make_bucket(
         self, number: int, plan: BucketPlan, specs: Sequence[ParameterSpec], members: Sequence[nn.Parameter]
     ) -> ShardedBucket:
-        exchange, allocate = self._exchanges[plan.device], self.reducer.settings.allocate
+        exchange, allocate = self._exchanges[plan.device], self.reducer.groups.allocate
         return ShardedBucket(number, plan, specs, members, exchange, self.rank, self.world_size, allocate)
 
     def _lay_out(self) -> None:

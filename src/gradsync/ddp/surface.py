@@ -76,7 +76,7 @@ class TorchSurface(TorchDDP):
         self._in_backward.step()
         words = self.reducer.last_words
         if words is not None:
-            is_full = min(words.used, default=0) == self.reducer.world_size
+            is_full = words.num_used_least == self.reducer.world_size
             self._num_passes_without_unused = self._num_passes_without_unused + 1 if is_full else -(10**9)
 
     def _note_useless_search(self) -> None:
@@ -108,6 +108,7 @@ class TorchSurface(TorchDDP):
         if not callable(hook):
             raise AssertionError(f"hook must be callable, got {type(hook).__name__}")
         self.buffer_hook = _BufferCommHook(hook, state, comm_hook_location)
+        self._ddp._look_for_duties()
 
     def _synchronize_buffers(self, source: int) -> None:
         """Make the buffers equal on all ranks: by the user's hook, or by sending rank ``source``'s."""

@@ -6,7 +6,8 @@ the user's module.
 """
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import nn
@@ -27,14 +28,15 @@ class ModuleWatch:
     def accept(self) -> None:
         """Take today's structure as the one to compare with."""
         modules = self._named_modules()
-        self._children = [m._modules for _, m in modules]
-        self._parameters = [m._parameters for _, m in modules]
+        parameters = [m._parameters for _, m in modules]
+        self._children = _Slots([m._modules for _, m in modules])
+        self._parameters = _Slots(parameters)
         self._buffers = [(prefix, m._buffers) for prefix, m in modules]
-        self._child_ids = self._ids(self._children)
-        self._parameter_ids = self._ids(self._parameters)
-        self._watched = [p for d in self._parameters for p in d.values() if p is not None]
-        self._is_trainable = [p.requires_grad for p in self._watched]
-        self._dtypes = [p.dtype for p in self._watched]
+        self._buffer_dicts = [buffers for _, buffers in self._buffers]
+        self._has_other_children: bool | None = None
+        self._watched = [p for d in parameters for p in d.values() if p is not None]
+        self._is_trainable = list(map(_requires_grad, self._watched))
+        self._dtypes = list(map(_dtype, self._watched))
         self._sizes = _sizes(self._watched)
 
     def has_changed(self) -> bool:
@@ -42,12 +44,24 @@ class ModuleWatch:
         if self._wrapper() is None:
             return False  # a backward that outlives its wrapper
         return (
-            self._ids(self._parameters) != self._parameter_ids
-            or self._ids(self._children) != self._child_ids
-            or [p.requires_grad for p in self._watched] != self._is_trainable
-            or [p.dtype for p in self._watched] != self._dtypes
+            self._parameters.have_changed()
+            or self._have_children_changed()
+            or list(map(_requires_grad, self._watched)) != self._is_trainable
+            or list(map(_dtype, self._watched)) != self._dtypes
             or _sizes(self._watched) != self._sizes
         )
+
+    def _have_children_changed(self) -> bool:
+        """Look whether modules came or went, unless ``has_buffers`` has looked since the last time."""
+        found, self._has_other_children = self._has_other_children, None
+        return self._children.have_changed() if found is None else found
+
+    def has_buffers(self) -> bool:
+        """Whether there are buffers at all; asked before every forward, where most models have none."""
+        self._has_other_children = self._children.have_changed()
+        if not self._has_other_children and not any(map(len, self._buffer_dicts)):
+            return False
+        return bool(self.buffers())
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters to synchronise, each once, in registration order, named as in the bare module."""
@@ -63,7 +77,7 @@ class ModuleWatch:
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Return the dense buffers, each once, except the ignored ones."""
-        if self._ids(self._children) != self._child_ids:
+        if self._children.have_changed():
             named = self._root().named_buffers()
             return {bare_name(n): b for n, b in named if _is_dense(b) and bare_name(n) not in self.ignored}
         found: dict[str, torch.Tensor] = {}
@@ -105,9 +119,27 @@ class ModuleWatch:
     def _named_modules(self) -> list[tuple[str, nn.Module]]:
         return [(bare_name(name), m) for name, m in self._root().named_modules()]
 
-    @staticmethod
-    def _ids(dictionaries: Iterable[Mapping[str, object]]) -> list[int]:
-        return [id(value) for d in dictionaries for value in d.values()]
+
+# Called for every parameter in every pass, so without a frame of Python.
+_requires_grad: Callable[[torch.Tensor], bool] = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_dtype: Callable[[torch.Tensor], torch.dtype] = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
+
+
+class _Slots:
+    """Dictionaries, and which objects they held at the time."""
+
+    def __init__(self, dictionaries: Sequence[Mapping[str, object]]) -> None:
+        self._filled = [d for d in dictionaries if d]
+        self._empty = [d for d in dictionaries if not d]  # most modules have no children
+        self._ids = self._ids_now()
+        self._objects = [value for d in self._filled for value in d.values()]  # alive, so that no id is used again
+
+    def have_changed(self) -> bool:
+        """Whether they hold other objects by now."""
+        return any(map(len, self._empty)) or self._ids_now() != self._ids
+
+    def _ids_now(self) -> list[int]:
+        return list(map(id, chain.from_iterable(map(dict.values, self._filled))))  # type: ignore[arg-type]
 
 
 def bare_name(name: str) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -104,7 +105,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
+        self.head_size = config.head_size
         self.dropout = config.dropout
         self.c_attn = nn.Linear(config.width, 3 * config.width, bias=config.bias)
         self.c_proj = nn.Linear(config.width, config.width, bias=config.bias)
@@ -112,16 +113,16 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Mix every token with those before it: (B, T, C) -> (B, T, C)."""
-        batch, length, width = x.shape
-        by_head = (batch, length, self.num_heads, width // self.num_heads)
+        batch, length, _ = x.shape
+        # The heads are as many as the projection gives, whatever the width of x.
         query, key, value = (
-            part.view(by_head).transpose(1, 2)  # B, H, T, D
-            for part in self.c_attn(x).split(width, dim=2)
+            part.view(batch, length, -1, self.head_size).transpose(1, 2)  # B, H, T, D
+            for part in self.c_attn(x).chunk(3, dim=2)
         )
         mixed = F.scaled_dot_product_attention(
             query, key, value, dropout_p=self.dropout if self.training else 0.0, is_causal=True
         )
-        mixed = mixed.transpose(1, 2).reshape(batch, length, width)
+        mixed = mixed.transpose(1, 2).reshape(batch, length, -1)
         return self.resid_dropout(self.c_proj(mixed))  # type: ignore[no-any-return]
 
 
@@ -262,18 +263,12 @@ class GPT2(nn.Module):
         eps: float = 1e-8,
     ) -> torch.optim.AdamW:
         """AdamW with decay on matrices and embeddings only, fused where the device has a fused kernel."""
-        trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        groups = [
-            {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        fused = torch.device(device_type).type in _FUSED_DEVICES
         return torch.optim.AdamW(
-            [group for group in groups if group["params"]],
+            decay_groups(self.parameters(), weight_decay),
             lr=learning_rate,
             betas=betas,
             eps=eps,
-            fused=fused,
+            fused=has_fused_optimizer(device_type),
         )
 
     def _hidden(self, tokens: Tensor) -> Tensor:
@@ -287,3 +282,18 @@ class GPT2(nn.Module):
     def _logits(self, hidden: Tensor) -> Tensor:
         # The product runs over all P rows, that is what the padding is for; the cut is a view.
         return self.lm_head(hidden)[..., : self.config.vocab_size]  # type: ignore[no-any-return]
+
+
+def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups of an optimizer: matrices and embeddings decay, vectors don't; frozen ones are in none."""
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def has_fused_optimizer(device_type: str) -> bool:
+    """Whether torch has a fused AdamW for this device."""
+    return torch.device(device_type).type in _FUSED_DEVICES

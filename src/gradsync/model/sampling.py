@@ -7,16 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradsync.errors import ConfigError
-from gradsync.model.gpt2 import GPT2
+from gradsync.model.gpt2 import GPT2Config
+
+
+class Sampled(Protocol):
+    """What sampling needs of a model; ``GPT2`` has it."""
+
+    config: GPT2Config
+
+    @property
+    def training(self) -> bool:
+        """Whether it is in training mode."""
+
+    def train(self, mode: bool = True) -> object:
+        """Change the mode."""
+
+    def next_token_logits(self, tokens: Tensor) -> Tensor:
+        """Return logits (B, V) of the token after ``tokens`` (B, T)."""
 
 
 def generate(
-    model: GPT2,
+    model: Sampled,
     tokens: Tensor,
     num_new_tokens: int,
     temperature: float = 1.0,
@@ -30,7 +47,7 @@ def generate(
 
 
 def stream(
-    model: GPT2,
+    model: Sampled,
     tokens: Tensor,
     num_new_tokens: int,
     temperature: float = 1.0,
@@ -50,7 +67,7 @@ def stream(
 
 @torch.no_grad()
 def _stream(
-    model: GPT2,
+    model: Sampled,
     tokens: Tensor,
     num_new_tokens: int,
     temperature: float,
@@ -86,9 +103,9 @@ def _pick(logits: Tensor, temperature: float, top_k: int | None, generator: torc
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def _evaluating(model: Sampled) -> Iterator[None]:
     was_training = model.training
-    model.eval()
+    model.train(False)
     try:
         yield
     finally:

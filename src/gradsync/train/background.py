@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
+from gradsync.parallel.pieces import copied_to_cpu
 from gradsync.train.checkpoint import CheckpointFolder
+from gradsync.train.state import State
 
 # How long a run that failed waits for a checkpoint under way; its peers may be gone.
 _PATIENCE_S = 60.0
@@ -28,14 +28,14 @@ class BackgroundWriter:
         self._error: BaseException | None = None
         self._written: Path | None = None
 
-    def save(self, step: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    def save(self, step: int, tensors: State, facts: dict[str, Any]) -> None:
         """Start writing a checkpoint of the tensors as they are now; ``finish`` must have been called."""
         assert self._thread is None and self._error is None
         if self._is_waiting:
             self._write(step, tensors, facts)
             self.poll()
             return
-        copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        copies = {name: copied_to_cpu(tensor) for name, tensor in tensors.items()}
         self._thread = threading.Thread(target=self._write, args=(step, copies, facts), daemon=True)
         self._thread.start()
 
@@ -64,7 +64,7 @@ class BackgroundWriter:
         if self._thread is not None:
             self._thread.join(_PATIENCE_S)
 
-    def _write(self, step: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    def _write(self, step: int, tensors: State, facts: dict[str, Any]) -> None:
         try:
             self._written = self._folder.save(step, tensors, facts)
         except BaseException as error:  # noqa: BLE001 - raised again by finish()

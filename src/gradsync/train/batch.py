@@ -11,6 +11,7 @@ from gradsync.errors import ConfigError
 
 # More does not make a CPU faster; it only takes memory.
 _CPU_MICRO_BATCH_TOKENS = 1024
+_MICRO_BATCHES_PER_STAGE = 4
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,13 @@ def micro_batch_limit(maximum: int, context: int, device_type: str) -> int:
     return min(maximum, max(1, _CPU_MICRO_BATCH_TOKENS // context)) if device_type == "cpu" else maximum
 
 
-def plan_batch(batch_tokens: int, context: int, world: int, micro_batch: int | None, max_micro_batch: int) -> BatchPlan:
-    """Divide a step over ``world`` ranks.
+def plan_batch(
+    batch_tokens: int, context: int, world: int, micro_batch: int | None, max_micro_batch: int, stages: int = 1
+) -> BatchPlan:
+    """Divide a step over ``world`` ranks (replicas, where several ranks share one).
 
-    Without a given micro-batch it is the largest one of at most ``max_micro_batch`` that divides.
+    Without a given micro-batch it is the largest one of at most ``max_micro_batch`` that divides, and leaves a
+    pipeline of several stages so many of them that it is empty for a fifth of the time at most, if there are so many.
 
     Raises:
         ConfigError: the tokens don't divide; the nearest numbers that do are named.
@@ -54,8 +58,16 @@ def plan_batch(batch_tokens: int, context: int, world: int, micro_batch: int | N
         context=context,
         sequences_per_step=batch_tokens // context,
         sequences_per_rank=per_rank,
-        micro_batch=micro_batch or largest_divisor(per_rank, max_micro_batch),
+        micro_batch=micro_batch or _choose_micro_batch(per_rank, max_micro_batch, stages),
     )
+
+
+def _choose_micro_batch(per_rank: int, limit: int, stages: int) -> int:
+    if stages > 1:
+        wanted = _MICRO_BATCHES_PER_STAGE * stages
+        fitting = [size for size in range(1, limit + 1) if per_rank % (size * stages) == 0]
+        return max((size for size in fitting if per_rank // size >= wanted), default=min(fitting, default=1))
+    return largest_divisor(per_rank, limit)
 
 
 def choose_num_processes(batch_tokens: int, context: int, micro_batch: int | None, available: int) -> int:

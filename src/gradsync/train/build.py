@@ -1,4 +1,7 @@
-"""What a rank builds by itself before a run: data, model, optimizer. No word to the other ranks, nothing written."""
+"""What a rank builds by itself before a run: data and model. No word to the other ranks, nothing written.
+
+How the model is spread over the ranks, and what comes after that, is in ``assemble``.
+"""
 
 import zlib
 from dataclasses import dataclass
@@ -9,57 +12,59 @@ import torch
 from gradsync.data.corpus import Corpus, load_corpus
 from gradsync.data.loader import GlobalBatchLoader
 from gradsync.data.source import TokenSource
-from gradsync.model.gpt2 import GPT2
+from gradsync.model.gpt2 import GPT2, GPT2Config
+from gradsync.parallel.apply import Wanted, check
+from gradsync.parallel.degrees import Degrees, resolve_degrees
+from gradsync.parallel.pipeline import Flow
 from gradsync.train.batch import BatchPlan, micro_batch_limit, plan_batch
 from gradsync.train.completions import Example, read_examples
 from gradsync.train.config import TrainConfig
 from gradsync.train.initial import initial_model
-from gradsync.train.modes import compile_blocks
-from gradsync.train.state import TrainingState
+from gradsync.train.modes import Modes, compile_block
 
 _FINGERPRINT_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True)
 class Material:
-    """The parts of a run on one rank, before ranks meet."""
+    """The parts of a run on one rank, before ranks meet; ``model`` is whole and on the CPU, and gone once divided."""
 
     plan: BatchPlan
     corpus: Corpus
     loader: GlobalBatchLoader
-    model: GPT2
-    optimizer: torch.optim.Optimizer
+    model: GPT2 | None
+    shape: GPT2Config
+    wanted: Wanted
     examples: list[Example]
-    state: TrainingState
+    num_parameters: int
+    flops_per_token: int
 
 
-def build(config: TrainConfig, rank: int, world: int, device: torch.device) -> Material:
+def build(config: TrainConfig, rank: int, world: int, device: torch.device, modes: Modes) -> Material:
     """Build everything for one rank.
 
     Raises:
         ConfigError: options that cannot work together.
         DataError: the data is missing, damaged or too short.
     """
-    limit = micro_batch_limit(config.max_micro_batch, config.context, device.type)
-    plan = plan_batch(config.batch_tokens, config.context, world, config.micro_batch, limit)
+    degrees = resolve_degrees(world, config.dp, config.tp, config.pp)
+    plan = plan_of(config, degrees, device.type)
     corpus = load_corpus(config.data, config.tokenizer, config.val_fraction)
-    loader = _make_loader(config, plan, corpus.train, rank, world)
+    loader = _make_loader(config, plan, corpus.train, degrees.data_rank(rank), degrees.data)
     examples = read_examples(Path(config.hellaswag)) if config.hellaswag else []
-    model = initial_model(config, corpus.tokenizer).to(device)
+    model = initial_model(config, corpus.tokenizer)
     model.activation_checkpointing = config.activation_checkpointing
-    if config.compile:
-        compile_blocks(model.transformer.h)
-    # The weights are the same on every rank, the dropout masks are not.
-    torch.manual_seed(_dropout_seed(config.seed, rank))
-    optimizer = model.configure_optimizers(
-        weight_decay=config.weight_decay,
-        learning_rate=config.lr,
-        device_type=device.type,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-    )
-    state = TrainingState(model, optimizer, rank, device)
-    return Material(plan, corpus, loader, model, optimizer, examples, state)
+    flow = Flow(config.schedule, plan.accumulation, plan.micro_batch, plan.context)
+    wanted = Wanted(config.strategy, degrees, flow, compile_block if config.compile else None, modes.training)
+    check(model, wanted)
+    counts = model.num_parameters(), model.estimate_flops_per_token()
+    return Material(plan, corpus, loader, model, model.config, wanted, examples, *counts)
+
+
+def plan_of(config: TrainConfig, degrees: Degrees, device_type: str) -> BatchPlan:
+    """Divide a step over the replicas."""
+    limit = micro_batch_limit(config.max_micro_batch, config.context, device_type)
+    return plan_batch(config.batch_tokens, config.context, degrees.data, config.micro_batch, limit, degrees.pipeline)
 
 
 def fingerprint(source: TokenSource) -> dict[str, int]:
@@ -82,7 +87,3 @@ def _make_loader(config: TrainConfig, plan: BatchPlan, source: TokenSource, rank
         shuffle=config.shuffle,
         seed=config.seed,
     )
-
-
-def _dropout_seed(seed: int, rank: int) -> int:
-    return seed * 1_000_003 + rank + 1

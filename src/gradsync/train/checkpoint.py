@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from gradsync.errors import CheckpointError
+from gradsync.parallel.pieces import Pieces
 from gradsync.train.ranks import Ranks, together
 from gradsync.train.storage import load_tensors, save_tensors, tensor_shapes
 
@@ -62,8 +63,8 @@ class Checkpoint:
         """Return names and shapes of the tensors held."""
         return tensor_shapes(self.folder)
 
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        """Fill tensors in place by name."""
+    def load(self, tensors: Mapping[str, Tensor | Pieces]) -> None:
+        """Fill tensors, and pieces of tensors, in place by name."""
         load_tensors(self.folder, tensors)
 
 
@@ -75,7 +76,7 @@ class CheckpointFolder:
         self._ranks = ranks
         self._keep = keep
 
-    def save(self, step: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> Path:
+    def save(self, step: int, tensors: Mapping[str, Tensor | Pieces], facts: dict[str, Any]) -> Path:
         """Write one checkpoint, all ranks together; ``facts`` are rank 0's and must be JSON.
 
         Raises:

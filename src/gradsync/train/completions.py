@@ -8,7 +8,7 @@ Shapes: E endings, T tokens of the longest of them with its context, V vocabular
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gradsync.data.tokenizer import Tokenizer
 from gradsync.errors import DataError
-from gradsync.model.gpt2 import GPT2
+from gradsync.parallel.replica import Replica
 from gradsync.train.evaluate import IGNORED_TARGET, in_evaluation
 from gradsync.train.ranks import Ranks
 
@@ -60,23 +60,34 @@ def read_examples(path: Path) -> list[Example]:
 
 @torch.no_grad()
 def completion_accuracy(
-    model: GPT2, tokenizer: Tokenizer, examples: Sequence[Example], ranks: Ranks, device: torch.device
+    replica: Replica, tokenizer: Tokenizer, examples: Sequence[Example], ranks: Ranks, device: torch.device
 ) -> Accuracy:
     """Return the accuracy over all examples; every rank must call it with the same ones."""
     right = torch.zeros(2, dtype=torch.float64, device=device)
-    with in_evaluation(model):
-        for example in examples[ranks.rank :: ranks.world]:
-            inputs, targets = _rows(example, tokenizer, model.config.context)
-            sums = _log_likelihoods(model, inputs.to(device), targets.to(device))  # E
+    with in_evaluation(replica):
+        for example, counts in _own_examples(examples, replica):
+            inputs, targets = _rows(example, tokenizer, replica.config.context)
+            sums = _log_likelihoods(replica, inputs.to(device), targets.to(device))  # E
             lengths = (targets != IGNORED_TARGET).sum(dim=1).to(device)  # E
-            right[0] += int(sums.argmax()) == example.label
-            right[1] += int((sums / lengths).argmax()) == example.label
+            if counts:
+                right[0] += int(sums.argmax()) == example.label
+                right[1] += int((sums / lengths).argmax()) == example.label
     ranks.start_sum(right)()
     by_sum, by_mean = (right / len(examples)).tolist()
     return Accuracy(by_sum, by_mean, len(examples))
 
 
-def _log_likelihoods(model: GPT2, inputs: Tensor, targets: Tensor) -> Tensor:
+def _own_examples(examples: Sequence[Example], replica: Replica) -> Iterator[tuple[Example, bool]]:
+    """Yield this replica's examples, and whether this rank counts them; as many on every rank, some for nothing."""
+    most_of_a_rank = -(-len(examples) // replica.data_world)
+    for turn in range(most_of_a_rank):
+        number = turn * replica.data_world + replica.data_rank
+        is_there = number < len(examples)
+        if is_there or replica.is_collective:
+            yield examples[number if is_there else 0], is_there and replica.speaks
+
+
+def _log_likelihoods(model: Replica, inputs: Tensor, targets: Tensor) -> Tensor:
     logits, _ = model(inputs)  # E, T, V
     losses = F.cross_entropy(
         logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="none"

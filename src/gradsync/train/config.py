@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from gradsync.errors import ConfigError
+from gradsync.parallel.degrees import PipelineSchedule, Strategy
 
 PresetName = Literal["tiny", "small", "gpt2", "medium", "large", "xl"]
 
@@ -96,6 +97,20 @@ class TrainConfig:
     )
     max_micro_batch: int = _option(
         16, "limit for the automatic choice of --micro-batch; CPUs have a lower one", "batch", at_least=1
+    )
+
+    strategy: Strategy = _option(
+        "ddp",
+        "how replicas share their work: ddp (each holds all), zero (the optimizer is divided), fsdp (all is divided)",
+        "parallelism",
+    )
+    dp: int | None = _option(
+        None, "replicas (by default what --tp and --pp leave)", "parallelism", per_start=True, at_least=1
+    )
+    tp: int = _option(1, "ranks that share the matrices of a replica (tensor parallel)", "parallelism", at_least=1)
+    pp: int = _option(1, "stages that the blocks of a replica are divided into (pipeline)", "parallelism", at_least=1)
+    schedule: PipelineSchedule = _option(
+        "1f1b", "order of the micro-batches in a pipeline; interleaved makes two stages a rank", "parallelism"
     )
 
     lr: float = _option(2e-3, "highest learning rate", "optimizer", fixed=True, above=0)

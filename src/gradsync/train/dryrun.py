@@ -12,7 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gradsync.data.corpus import Corpus, load_corpus
 from gradsync.model.gpt2 import GPT2
-from gradsync.train.batch import BatchPlan, micro_batch_limit, plan_batch
+from gradsync.model.layout import GPT2_LAYOUT
+from gradsync.parallel.degrees import Degrees, check_strategy, resolve_degrees
+from gradsync.parallel.pipeline import num_stages
+from gradsync.parallel.stage import split_blocks
+from gradsync.train.batch import BatchPlan
+from gradsync.train.build import plan_of
 from gradsync.train.config import TrainConfig
 from gradsync.train.initial import model_config
 from gradsync.train.modes import Modes
@@ -41,17 +46,19 @@ class Memory:
 def dry_run(config: TrainConfig, world: int, device_type: str) -> list[str]:
     """Return lines that describe the run."""
     device = torch.device(device_type)
-    limit = micro_batch_limit(config.max_micro_batch, config.context, device.type)
-    plan = plan_batch(config.batch_tokens, config.context, world, config.micro_batch, limit)
+    degrees = resolve_degrees(world, config.dp, config.tp, config.pp)
+    check_strategy(config.strategy, degrees)
+    plan = plan_of(config, degrees, device.type)
     corpus = load_corpus(config.data, config.tokenizer, config.val_fraction)
     with FakeTensorMode(), device:
         model = GPT2(model_config(config, corpus.tokenizer.vocab_size))
         model.activation_checkpointing = config.activation_checkpointing
         activations = _kept_bytes(model, plan, Modes(config.dtype, device, is_compiled=False), device)
-    memory = _memory(model, activations, world, config)
+    memory = _memory(model, activations, degrees, config)
     return [
         *_model_lines(model),
-        *_batch_lines(config, plan, corpus, world),
+        *_layout_lines(config, degrees),
+        *_batch_lines(config, plan, corpus, degrees.data),
         *_memory_lines(memory, device),
         *_file_lines(config, memory),
     ]
@@ -73,17 +80,45 @@ def _kept_bytes(model: nn.Module, plan: BatchPlan, modes: Modes, device: torch.d
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-def _memory(model: nn.Module, activations: int, world: int, config: TrainConfig) -> Memory:
-    parameters = sum(parameter.nbytes for parameter in model.parameters())
+def _memory(model: GPT2, activations: int, degrees: Degrees, config: TrainConfig) -> Memory:
+    """Return what the rank with the largest stage needs; its activations are those of the undivided model."""
+    parameters = max(_stage_bytes(model, degrees, blocks) for blocks in _blocks_of_ranks(model, degrees, config))
+    of_all, of_moments = (1, 1) if config.strategy == "ddp" else (1, degrees.data)
+    if config.strategy == "fsdp":
+        of_all = degrees.data
+    has_buckets = degrees.data > 1 and config.strategy == "ddp"
     state = parameters * (1 + _MOMENTS)
     return Memory(
-        parameters=parameters,
-        gradients=parameters,
-        buckets=parameters if world > 1 else 0,
-        moments=parameters * _MOMENTS,
+        parameters=parameters // of_all,
+        gradients=parameters // of_moments,
+        buckets=parameters if has_buckets else 0,
+        moments=parameters * _MOMENTS // of_moments,
         activations=activations,
-        checkpoint_copy=state // world if config.async_checkpoints else 0,
+        checkpoint_copy=state // degrees.data if config.async_checkpoints else 0,
     )
+
+
+def _blocks_of_ranks(model: GPT2, degrees: Degrees, config: TrainConfig) -> list[set[int]]:
+    total = num_stages(config.schedule, degrees.pipeline) if degrees.pipeline > 1 else 1
+    parts = split_blocks(model.config.num_layers, total)
+    return [
+        {block for stage in range(rank, total, degrees.pipeline) for block in parts[stage]}
+        for rank in range(degrees.pipeline)
+    ]
+
+
+def _stage_bytes(model: GPT2, degrees: Degrees, blocks: set[int]) -> int:
+    """Return the bytes of some blocks and what stands before or after them, cut by the tensor degree."""
+    layout, num_layers = GPT2_LAYOUT, model.config.num_layers
+    cut = (*layout.columns, *layout.rows, layout.tied[1].removesuffix(".weight"))
+    has_table = 0 in blocks or num_layers - 1 in blocks
+    total = 0
+    for name, parameter in model.named_parameters():
+        inside = name.removeprefix(f"{layout.blocks}.")
+        is_here = int(inside.split(".")[0]) in blocks if inside != name else has_table
+        if is_here:
+            total += parameter.nbytes // (degrees.tensor if any(part in name for part in cut) else 1)
+    return total
 
 
 def _model_lines(model: GPT2) -> list[str]:
@@ -96,11 +131,19 @@ def _model_lines(model: GPT2) -> list[str]:
     ]
 
 
-def _batch_lines(config: TrainConfig, plan: BatchPlan, corpus: Corpus, world: int) -> list[str]:
+def _layout_lines(config: TrainConfig, degrees: Degrees) -> list[str]:
+    return [
+        f"layout      {degrees.world} process(es): {config.strategy}, {degrees.data} replica(s) x {degrees.tensor} "
+        f"share(s) x {degrees.pipeline} stage(s)"
+    ]
+
+
+def _batch_lines(config: TrainConfig, plan: BatchPlan, corpus: Corpus, replicas: int) -> list[str]:
     tokens = config.steps * plan.tokens_per_step
     return [
-        f"step        {plan.tokens_per_step:,} tokens = {plan.sequences_per_step:,} sequences = {world} rank(s) x "
-        f"{plan.accumulation} micro-batch(es) x {plan.micro_batch} sequences x {plan.context} tokens",
+        f"step        {plan.tokens_per_step:,} tokens = {plan.sequences_per_step:,} sequences = "
+        f"{replicas} replica(s) x {plan.accumulation} micro-batch(es) x {plan.micro_batch} sequences x "
+        f"{plan.context} tokens",
         f"data        {corpus.name}: {corpus.train.num_tokens:,} tokens to train, {corpus.val.num_tokens:,} held back",
         f"run         {config.steps:,} steps = {tokens:,} tokens = {tokens / corpus.train.num_tokens:.2f} epochs",
     ]

@@ -1,15 +1,18 @@
 """Validation loss over all ranks, by sums and counts: the number of ranks does not change it.
 
-Works on the bare model, so it runs no collective of the engine and recompiles nothing.
+Works on the bare model, so it runs no collective of the engine and recompiles nothing. Ranks that share a replica run
+it together, and one of them counts.
 """
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from gradsync.parallel.replica import Replica
 from gradsync.train.ranks import Ranks
 
 IGNORED_TARGET = -1
@@ -25,26 +28,35 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], ranks: Ranks, device: torch.device
+    replica: Replica, batches: Iterable[tuple[Tensor, Tensor]], ranks: Ranks, device: torch.device
 ) -> Evaluation:
     """Return the mean loss over the batches of all ranks; every rank must call it."""
     totals = torch.zeros(2, dtype=torch.float64, device=device)
-    with in_evaluation(model):
+    with in_evaluation(replica):
         for inputs, targets in batches:
             inputs, targets = inputs.to(device), targets.to(device)
-            _, loss = model(inputs, targets, reduction="sum")
-            totals[0] += loss
-            totals[1] += (targets != IGNORED_TARGET).sum()
+            totals[0] += replica.summed_loss(inputs, targets)
+            if replica.speaks:
+                totals[1] += (targets != IGNORED_TARGET).sum()
     ranks.start_sum(totals)()
     loss_sum, tokens = totals.tolist()
     return Evaluation(loss_sum / tokens, int(tokens))
 
 
+class _HasMode(Protocol):
+    @property
+    def training(self) -> bool:
+        """Whether it is in training mode."""
+
+    def train(self, mode: bool = True) -> object:
+        """Change the mode."""
+
+
 @contextmanager
-def in_evaluation(model: nn.Module) -> Iterator[None]:
+def in_evaluation(model: _HasMode) -> Iterator[None]:
     """Have the model in evaluation mode, and afterwards in the mode it was in."""
     was_training = model.training
-    model.eval()
+    model.train(False)
     try:
         yield
     finally:

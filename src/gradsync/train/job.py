@@ -7,14 +7,10 @@ before anything is written, and on all ranks together, so that all raise or none
 import platform
 import socket
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
 from gradsync import __version__
 from gradsync.data.loader import evaluation_batches
@@ -24,6 +20,7 @@ from gradsync.observe.metrics import Sink, forget_after, open_sinks
 from gradsync.observe.peaks import peak_flops
 from gradsync.observe.progress import View
 from gradsync.observe.records import StepRecord
+from gradsync.train.assemble import Assembly, assemble, remarks
 from gradsync.train.background import BackgroundWriter
 from gradsync.train.build import build, fingerprint
 from gradsync.train.checkpoint import CheckpointFolder, newest_intact, open_checkpoint
@@ -57,24 +54,27 @@ class Job:
         self._config = config
         self._place = place
         self._folder = RunFolder(config.run)
-        self._material = together(place.ranks, lambda: build(config, place.ranks.rank, place.ranks.world, place.device))
+        self._modes = Modes(config.dtype, place.device, config.compile)
+        rank, world = place.ranks.rank, place.ranks.world
+        self._material = together(place.ranks, lambda: build(config, rank, world, place.device, self._modes))
         together(place.ranks, self._claim_folder)
         self._checkpoints = CheckpointFolder(self._folder.checkpoints, place.ranks.twin(), config.keep_checkpoints)
         self._writer = BackgroundWriter(self._checkpoints, not config.async_checkpoints, self._tell_saved)
-        self._modes = Modes(config.dtype, place.device, config.compile)
         self._peak_flops = peak_flops(_device_name(place.device), self._modes.dtype_name)
         self._sinks: list[Sink] = []
+        self._assembly: Assembly
 
     def run(self) -> Outcome:
         """Train, from the start or from the newest intact checkpoint; all ranks together."""
         self._checkpoints.clean()
-        model, accumulate = _wrap(self._material.model, self._place.ranks.world)
+        self._assembly = assemble(self._config, self._material, self._place.device)
+        self._material = replace(self._material, model=None)
         step = self._restore() if self._config.resume else 0
         self._open_records(step)
         self._announce()
         self._place.view.begin(step, self._config.steps)
         try:
-            return Trainer(self._config, self._parts(model, accumulate), self, step).run()
+            return Trainer(self._config, self._parts(), self, step).run()
         finally:
             self._writer.abandon()
             for sink in self._sinks:
@@ -86,51 +86,54 @@ class Job:
             return {"val_loss": self._validate().loss, **self._accuracy()}
 
     def _validate(self) -> Evaluation:
-        config, ranks = self._config, self._place.ranks
+        config, ranks, replica = self._config, self._place.ranks, self._assembly.replica
         batches = evaluation_batches(
             self._material.corpus.val,
             config.context,
-            ranks.rank,
-            ranks.world,
+            replica.data_rank,
+            replica.data_world,
             self._material.plan.micro_batch,
             max_sequences=-(-config.eval_tokens // config.context) or None,
         )
-        return evaluate(self._material.model, batches, ranks, self._place.device)
+        return evaluate(replica, batches, ranks, self._place.device)
 
     def _accuracy(self) -> dict[str, float]:
         material = self._material
         if not material.examples:
             return {}
         ranks, device = self._place.ranks, self._place.device
-        found = completion_accuracy(material.model, material.corpus.tokenizer, material.examples, ranks, device)
+        found = completion_accuracy(self._assembly.replica, material.corpus.tokenizer, material.examples, ranks, device)
         return {"accuracy": found.by_sum, "accuracy_normalised": found.by_mean}
 
     def sample(self, step: int) -> str | None:
-        """Write a sample into the run folder and return it, on rank 0."""
-        if self._place.ranks.rank != 0:
+        """Write a sample into the run folder and return it, on rank 0; others run along if the model needs it."""
+        is_first, replica = self._place.ranks.rank == 0, self._assembly.replica
+        if not is_first and not replica.is_collective:
             return None
         config = self._config
         options = SampleOptions(config.sample_tokens, config.sample_temperature, config.sample_top_k, config.seed)
         tokenizer = self._material.corpus.tokenizer
         with self._modes.elsewhere():
-            pieces = stream_text(self._material.model, tokenizer, config.sample_prompt, options, self._place.device)
+            pieces = stream_text(replica, tokenizer, config.sample_prompt, options, self._place.device)
             text = config.sample_prompt + "".join(pieces)
-        self._folder.write_sample(step, text)
-        return text
+        if is_first:
+            self._folder.write_sample(step, text)
+        return text if is_first else None
 
     def save(self, step: int, val_loss: float | None) -> None:
         """Begin to write a checkpoint."""
-        material = self._material
+        material, degrees = self._material, self._material.wanted.degrees
         facts = {
-            "model": asdict(material.model.config),
+            "model": asdict(material.shape),
             "tokenizer": material.corpus.tokenizer.name,
             "data": fingerprint(material.corpus.train),
             "loader": material.loader.state_dict(),
             "tokens": step * material.plan.tokens_per_step,
             "world": self._place.ranks.world,
+            "layout": {"strategy": self._config.strategy, **asdict(degrees)},
             "val_loss": val_loss,
         }
-        self._writer.save(step, material.state.share(self._place.ranks.world), facts)
+        self._writer.save(step, self._assembly.state.share(), facts)
 
     def finish_saving(self) -> None:
         """Wait for the checkpoint under way."""
@@ -140,7 +143,7 @@ class Job:
         """Keep and show a finished step."""
         self._writer.poll()
         if self._peak_flops is not None:
-            flops = record.tokens_per_s * self._material.model.estimate_flops_per_token()
+            flops = record.tokens_per_s * self._material.flops_per_token
             record = replace(record, mfu=flops / (self._peak_flops * self._place.ranks.world))
         try:
             for sink in self._sinks:
@@ -160,15 +163,13 @@ class Job:
         if self._place.ranks.rank == 0:
             self._folder.create(self._config)
 
-    def _parts(self, model: nn.Module, accumulate: Callable[[], AbstractContextManager[Any]]) -> Parts:
+    def _parts(self) -> Parts:
         config, place, material = self._config, self._place, self._material
         return Parts(
             ranks=place.ranks,
             device=place.device,
-            bare_model=material.model,
-            model=model,
-            accumulate=accumulate,
-            optimizer=material.optimizer,
+            replica=self._assembly.replica,
+            optimizer=self._assembly.optimizer,
             schedule=Schedule(config.lr, config.min_lr_fraction, config.warmup_steps, config.steps),
             loader=material.loader,
             requests=place.requests,
@@ -198,7 +199,7 @@ class Job:
                 f"the text of {self._config.data} is not the one that run {self._folder.path} was trained on; "
                 f"resume with that text, or start a new run"
             )
-        material.state.restore(checkpoint.shapes(), checkpoint.load)
+        self._assembly.state.restore(checkpoint.shapes(), checkpoint.load)
         material.loader.load_state_dict(checkpoint.facts["loader"])
         return checkpoint.step
 
@@ -226,8 +227,8 @@ class Job:
         )
 
     def _announce(self) -> None:
-        corpus, plan, model = self._material.corpus, self._material.plan, self._material.model
-        shape = model.config
+        corpus, plan, degrees = self._material.corpus, self._material.plan, self._material.wanted.degrees
+        shape = self._material.shape
         self.note(
             f"data: {corpus.name}; {corpus.train.num_tokens:,} tokens to train, {corpus.val.num_tokens:,} held back"
         )
@@ -235,27 +236,27 @@ class Job:
             self.note(line)
         self.note(
             f"model: {shape.num_layers} layers, {shape.num_heads} heads, width {shape.width}, context {shape.context}; "
-            f"{model.num_parameters():,} parameters"
+            f"{self._material.num_parameters:,} parameters"
         )
+        if self._config.strategy != "ddp" or degrees.tensor * degrees.pipeline > 1:
+            self.note(
+                f"layout: {self._config.strategy}; {degrees.data} replica(s) x {degrees.tensor} share(s) x "
+                f"{degrees.pipeline} stage(s)"
+            )
+        for line in remarks(self._config, self._material):
+            self.note(line)
         self.note(
-            f"step: {plan.tokens_per_step:,} tokens = {self._place.ranks.world} rank(s) x {plan.accumulation} "
+            f"step: {plan.tokens_per_step:,} tokens = {degrees.data} {self._word_for_replica()} x {plan.accumulation} "
             f"micro-batch(es) x {plan.micro_batch} sequences x {plan.context}; run folder {self._folder.path}"
         )
+
+    def _word_for_replica(self) -> str:
+        return "rank(s)" if self._material.wanted.degrees.data == self._place.ranks.world else "replica(s)"
 
     def _memory_bytes(self) -> int:
         if self._place.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._place.device)
         return resident_bytes()
-
-
-def _wrap(model: nn.Module, world: int) -> tuple[nn.Module, Callable[[], AbstractContextManager[Any]]]:
-    """Return the model as the ranks train it, and the context in which gradients stay local."""
-    if world == 1:
-        return model, nullcontext
-    from gradsync.ddp.module import DistributedDataParallel
-
-    wrapped = DistributedDataParallel(model, reduction="sum")
-    return wrapped, wrapped.no_sync
 
 
 def _device_name(device: torch.device) -> str:

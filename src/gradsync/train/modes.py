@@ -46,10 +46,9 @@ class Modes:
             yield
 
 
-def compile_blocks(blocks: nn.ModuleList) -> None:
-    """Compile each block, in place: names of parameters stay what they are."""
-    for block in blocks:
-        block.compile(dynamic=False)
+def compile_block(block: nn.Module) -> None:
+    """Compile a block, in place: names of parameters stay what they are."""
+    block.compile(dynamic=False)
 
 
 def _uses_bfloat16(dtype: DtypeName, device: torch.device) -> bool:

@@ -5,32 +5,27 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from gradsync.parallel.replica import Replica
+from gradsync.train.evaluate import in_evaluation
 from gradsync.train.ranks import Ranks
 
 
 def find_sequences(
-    model: nn.Module,
-    micro_batches: Iterable[tuple[Tensor, Tensor]],
-    numbers: Sequence[int],
-    device: torch.device,
+    replica: Replica, micro_batches: Iterable[tuple[Tensor, Tensor]], numbers: Sequence[int], device: torch.device
 ) -> list[int]:
     """Return the global numbers of this rank's sequences that give no finite loss or gradient by themselves.
 
-    Works on the bare model and without accumulating gradients, so no other rank takes part. Dropout
-    is off: a sequence that fails only under one dropout mask is not found.
+    Works on the bare model and without accumulating gradients. Where the model is on this rank alone no other takes
+    part; where several ranks run it together they search together, and look at losses only. Dropout is off: a sequence
+    that fails only under one dropout mask is not found.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     sequences = [pair for inputs, targets in micro_batches for pair in zip(inputs, targets, strict=True)]
-    was_training = model.training
-    model.eval()
-    try:
+    with in_evaluation(replica):
         return [
             number
             for number, (inputs, targets) in zip(numbers, sequences, strict=False)  # fillers have no number
-            if not _is_finite(model, parameters, inputs[None].to(device), targets[None].to(device))
+            if not _is_finite(replica, inputs[None].to(device), targets[None].to(device))
         ]
-    finally:
-        model.train(was_training)
 
 
 def explain(ranks: Ranks, step: int, found: list[int], grad_norm: float, lost_ranks: list[int]) -> str:
@@ -45,8 +40,16 @@ def explain(ranks: Ranks, step: int, found: list[int], grad_norm: float, lost_ra
     return f"step {step}: {what} is not finite on {', '.join(places) or 'the sum of all ranks only'}"
 
 
-def _is_finite(model: nn.Module, parameters: list[nn.Parameter], inputs: Tensor, targets: Tensor) -> bool:
-    _, loss = model(inputs, targets, reduction="sum")
+def _is_finite(replica: Replica, inputs: Tensor, targets: Tensor) -> bool:
+    if replica.is_collective:
+        with torch.no_grad():
+            return bool(torch.isfinite(replica.summed_loss(inputs, targets)))
+    loss = replica.summed_loss(inputs, targets)
+    parameters = [held.tensor for held in replica.held.values() if _is_trained(held.tensor)]
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
     values = [loss, *(gradient for gradient in gradients if gradient is not None)]
     return all(bool(torch.isfinite(value).all()) for value in values)
+
+
+def _is_trained(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and tensor.requires_grad

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from gradsync.data.tokenizer import Tokenizer
-from gradsync.model.gpt2 import GPT2
-from gradsync.model.sampling import stream
+from gradsync.model.sampling import Sampled, stream
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,7 @@ class SampleOptions:
 
 
 def stream_text(
-    model: GPT2, tokenizer: Tokenizer, prompt: str, options: SampleOptions, device: torch.device
+    model: Sampled, tokenizer: Tokenizer, prompt: str, options: SampleOptions, device: torch.device
 ) -> Iterator[str]:
     """Yield the text that follows a prompt, piece by piece; it ends where the model ends the text.
 

@@ -7,20 +7,21 @@ are refused: we write none. Files outside the checkpoint's folder are never open
 
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from gradsync.errors import CheckpointError
+from gradsync.parallel.pieces import Pieces
 
 INDEX_NAME = ".metadata"
 
@@ -74,7 +75,22 @@ _DTYPE_NAMES = {
 }  # fmt: skip
 
 
+class _SavePieces(DefaultSavePlanner):
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = self.state_dict[index.fqn]
+        return _piece_at(found, index) if isinstance(found, Pieces) else super().lookup_object(index)
+
+
 class _TensorsOnly(DefaultLoadPlanner):
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        # The default one gives memory to meta tensors, of which there are none, and knows no pieces.
+        self.state_dict, self.original_state_dict = state_dict, state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        found = self.state_dict[index.fqn]
+        return _piece_at(found, index) if isinstance(found, Pieces) else super().lookup_tensor(index)
+
     def load_bytes(self, read_item: Any, value: IO[bytes]) -> None:
         raise CheckpointError(f"{read_item.dest_index.fqn} is no tensor; the checkpoint was not written by gradsync")
 
@@ -86,10 +102,10 @@ class _Reader(FileSystemReader):
         return index
 
 
-def save_tensors(folder: Path, tensors: dict[str, Tensor], group: Any) -> None:
+def save_tensors(folder: Path, tensors: Mapping[str, Tensor | Pieces], group: Any) -> None:
     """Write the tensors of all ranks of ``group`` (None: of this process alone) into ``folder``.
 
-    What several ranks hold under one name is written once, by one of them.
+    What several ranks hold under one name is written once, by one of them; pieces make up whole tensors.
 
     Raises:
         CheckpointError: on every rank, if any rank could not write.
@@ -97,20 +113,22 @@ def save_tensors(folder: Path, tensors: dict[str, Tensor], group: Any) -> None:
     writer = FileSystemWriter(folder, sync_files=True)
     try:
         with _alone_is_intended():
-            save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
+            planner = _SavePieces(flatten_state_dict=False, flatten_sharded_tensors=False)
+            save(dict(tensors), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         raise CheckpointError(f"{folder} could not be written: {_first_failure(error)}") from error
 
 
-def load_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill the given tensors in place from a folder; each rank reads for itself.
+def load_tensors(folder: Path, tensors: Mapping[str, Tensor | Pieces]) -> None:
+    """Fill the given tensors, and pieces of tensors, in place from a folder; each rank reads for itself.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape.
     """
     try:
         with _alone_is_intended():
-            load(dict(tensors), storage_reader=_Reader(folder), planner=_TensorsOnly(), no_dist=True)
+            planner = _TensorsOnly(flatten_state_dict=False, flatten_sharded_tensors=False)
+            load(dict(tensors), storage_reader=_Reader(folder), planner=planner, no_dist=True)
     except CheckpointException as error:
         raise CheckpointError(f"{folder} could not be loaded: {_first_failure(error)}") from error
 
@@ -142,6 +160,11 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of the tensors in a folder."""
     entries = read_index(folder).state_dict_metadata.items()
     return {name: tuple(entry.size) for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+
+
+def _piece_at(pieces: Pieces, index: MetadataIndex) -> Tensor:
+    assert index.offset is not None
+    return pieces.at(index.offset)
 
 
 @contextmanager

@@ -1,27 +1,27 @@
 """The training loop: one optimizer step, told in the order in which it happens, and what is due between steps.
 
-What it works with was put together in ``job.py``; the reduction of gradients is the engine's, inside
-the wrapped model's backward.
+What it works with was put together in ``job.py``; how the model is spread over ranks, and where gradients are
+reduced, is the replica's.
 
 [Note: Exact averaging] Every rank's loss is a sum over its tokens divided by the token count of the
-whole step, and the engine adds gradients without dividing. So each gradient is divided once, by one
+whole step, and gradients are added up over the ranks without dividing. So each gradient is divided once, by one
 number, and does not depend on how the batch was laid out over ranks and micro-batches.
 """
 
 import math
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from gradsync.data.loader import GlobalBatchLoader
+from gradsync.ddp.sharded_optimizer import ZeroRedundancyOptimizer
 from gradsync.errors import CheckpointError, NonFiniteError
 from gradsync.observe.records import StepRecord
+from gradsync.parallel.replica import Replica
 from gradsync.train.config import TrainConfig
 from gradsync.train.interrupt import StopReason, StopRequests
 from gradsync.train.modes import Modes
@@ -39,9 +39,7 @@ class Parts:
 
     ranks: Ranks
     device: torch.device
-    bare_model: nn.Module
-    model: nn.Module
-    accumulate: Callable[[], AbstractContextManager[Any]]
+    replica: Replica
     optimizer: Optimizer
     schedule: Schedule
     loader: GlobalBatchLoader
@@ -135,39 +133,29 @@ class Trainer:
         return StepRecord(self.step, verdict.loss_sum / tokens, lr, grad_norm, tokens_per_s, skipped=not is_finite)
 
     def _forward_backward(self, micro_batches: MicroBatches) -> StepVote:
-        """Accumulate this rank's gradients; the backward of the last micro-batch reduces them."""
+        """Accumulate and reduce the gradients; the vote starts as soon as the loss is known."""
         parts = self._parts
-        loss_sum = torch.zeros((), dtype=torch.float64, device=parts.device)
-        for inputs, targets in micro_batches[:-1]:
-            with parts.accumulate():
-                loss = self._summed_loss(inputs, targets)
-                loss_sum += loss.detach()
-                self._mean_over_step(loss).backward()
-        loss = self._summed_loss(*micro_batches[-1])
-        loss_sum += loss.detach()
-        vote = StepVote(parts.ranks, loss_sum, parts.requests.reason)
-        self._mean_over_step(loss).backward()
-        return vote
+        votes: list[StepVote] = []
 
-    def _summed_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        device = self._parts.device
-        with self._parts.modes.training():
-            _, loss = self._parts.model(inputs.to(device), targets.to(device), reduction="sum")
-        return loss  # type: ignore[no-any-return]
+        def vote(loss_sum: Tensor) -> None:
+            votes.append(StepVote(parts.ranks, loss_sum, parts.requests.reason))
 
-    def _mean_over_step(self, loss: Tensor) -> Any:
-        """See [Note: Exact averaging]."""
-        return loss / self._parts.loader.tokens_per_step
+        on_device = [(inputs.to(parts.device), targets.to(parts.device)) for inputs, targets in micro_batches]
+        # See [Note: Exact averaging].
+        parts.replica.forward_backward(on_device, parts.loader.tokens_per_step, vote)
+        return votes[0]
 
     def _clip_gradients(self) -> float:
-        limit = self._config.clip or math.inf
-        return float(nn.utils.clip_grad_norm_(self._parts.bare_model.parameters(), limit))
+        limit, optimizer = self._config.clip or math.inf, self._parts.optimizer
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            return float(optimizer.clip_grad_norm_(limit))
+        return self._parts.replica.clip_gradients(limit)
 
     def _refuse(self, micro_batches: MicroBatches, numbers: range, verdict: Verdict, grad_norm: float) -> None:
         """Say where a step went wrong; stop there, on all ranks, unless such steps are to be skipped."""
         parts = self._parts
         with parts.modes.elsewhere():
-            found = find_sequences(parts.bare_model, micro_batches, numbers, parts.device)
+            found = find_sequences(parts.replica, micro_batches, numbers, parts.device)
         message = explain(parts.ranks, self.step + 1, found, grad_norm, verdict.non_finite_ranks)
         if self._config.non_finite == "stop":
             raise NonFiniteError(

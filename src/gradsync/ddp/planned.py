@@ -1,0 +1,221 @@
+"""What a reducer synchronises: which parameters, in which buckets, and what it knows of their gradients.
+
+The plan changes between passes: after the first one, when parameters come, go or are converted, with a communication
+hook and with a sharded optimizer. Gradients that a pass has left stay known as its results throughout. How a pass
+runs is told in ``reducer``.
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from gradsync.comm.groups import Group
+from gradsync.ddp.agreement import NamedParameter, plan_digest
+from gradsync.ddp.bucket import Bucket, local_grad, local_tensor
+from gradsync.ddp.comm_hooks import HookedCollective
+from gradsync.ddp.control import num_words
+from gradsync.ddp.engine_groups import EngineGroups
+from gradsync.ddp.ownership import claim, owns
+from gradsync.ddp.parameter_hooks import ParameterHooks
+from gradsync.ddp.plan import Plan, make_plan, parameter_spec
+from gradsync.ddp.readiness import Readiness
+from gradsync.ddp.settings import Reduction, Settings
+from gradsync.ddp.sharding import Sharding
+from gradsync.ddp.tuning import ReadyTimes
+from gradsync.ddp.watch import ModuleWatch
+
+_serials = itertools.count()
+
+
+class Planned:
+    """The parameters of one module and the buckets of their gradients; see the module's docstring."""
+
+    synchronizes: bool
+
+    def __init__(self, watch: ModuleWatch, groups: EngineGroups, settings: Settings) -> None:
+        self.watch = watch
+        self.groups = groups
+        self.settings = settings
+        self.serial = next(_serials)
+        self.rank: int = groups.buckets.rank()
+        self.world_size: int = groups.buckets.size()
+        self.hook: HookedCollective | None = None
+        self.sharding: Sharding | None = None
+        self.parameters: list[nn.Parameter] = []
+        self.buckets: list[Bucket] = []
+        self.sparse_results: dict[int, torch.Tensor] = {}
+        self.retired_results: list[tuple[nn.Parameter, torch.Tensor]] = []
+        """Parameters that are planned no more but still hold what a pass left there, with that gradient."""
+        self.touched = bytearray()
+        """For each parameter, whether anything was accumulated since it was last synchronised."""
+        self._hooks = ParameterHooks(self)
+        self._is_detached = False
+        self.times: ReadyTimes | None = None
+        """When gradients arrive, while that is measured."""
+        self.is_order_agreed = False
+        """Whether the ranks have agreed on the order of gradients for these parameters."""
+        claim(self, [p for _, p in watch.trainable()])
+        self._install(self._owned())
+
+    @property
+    def group(self) -> Group:
+        """The group that carries the buckets."""
+        return self.groups.buckets
+
+    @property
+    def control_group(self) -> Group:
+        """The group that carries everything else, in CPU tensors."""
+        return self.groups.control
+
+    def on_gradient(self, index: int) -> None:
+        """Take note of a contribution."""
+        raise NotImplementedError
+
+    def carry(self, index: int) -> None:
+        """Take note that a contribution is about to be accumulated."""
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Raise if a pass failed; complete one whose backward raised."""
+        raise NotImplementedError
+
+    def _install(self, named: list[NamedParameter], new_results: Mapping[int, torch.Tensor] | None = None) -> None:
+        """Take these parameters as the ones to synchronise, and plan their buckets anew.
+
+        ``new_results`` are gradients, by the parameter's id, that were reduced outside of the buckets.
+        """
+        if self.sharding is not None:
+            self.sharding.check_members(named)
+        touched_before = {id(p) for p, t in zip(self.parameters, self.touched, strict=True) if t}
+        results = {**self._results(), **(new_results or {})}
+        sparse_results = {id(self.parameters[index]): grad for index, grad in self.sparse_results.items()}
+        self._retire(named, results, sparse_results)
+        self.names = [name for name, _ in named]
+        self.parameters = [p for _, p in named]
+        sparse = self.watch.sparse_names()
+        self.specs = [parameter_spec(name, local_tensor(p), name in sparse) for name, p in named]
+        self.touched = bytearray(id(p) in touched_before for p in self.parameters)
+        self.sparse_results = {
+            index: sparse_results[id(p)] for index, p in enumerate(self.parameters) if id(p) in sparse_results
+        }
+        self._carried: dict[int, torch.Tensor] = {}
+        self.watch.accept()
+        self._register_hooks()
+        self.readiness = Readiness(len(named))
+        self.times = None
+        self.is_order_agreed = False
+        self._use_plan(self._plan_for(reversed(range(len(named)))), results)
+
+    def _retire(
+        self,
+        named: Sequence[NamedParameter],
+        results: Mapping[int, torch.Tensor],
+        sparse_results: Mapping[int, torch.Tensor],
+    ) -> None:
+        planned = {id(p) for _, p in named}
+        known = {**results, **sparse_results}
+        leaving = [(p, known[id(p)]) for p in self.parameters if id(p) in known]
+        self.retired_results = [
+            (p, grad) for p, grad in (*self.retired_results, *leaving) if id(p) not in planned and local_grad(p) is grad
+        ]
+
+    def _plan_for(self, order: Iterable[int]) -> Plan:
+        slicing = None if self.sharding is None else self.sharding.slicing
+        return make_plan(self.specs, order, self.settings.caps_bytes, slicing)
+
+    def _owned(self) -> list[NamedParameter]:
+        """Return the trainable parameters that no later wrapper has taken over."""
+        return [(name, p) for name, p in self.watch.trainable() if owns(self, p)]
+
+    def review_ownership(self) -> None:
+        """Plan anew if another wrapper has taken some of the parameters over, or has given them back."""
+        owned = self._owned()
+        if [id(p) for _, p in owned] != [id(p) for p in self.parameters]:
+            self._install(owned)
+
+    def _results(self) -> dict[int, torch.Tensor]:
+        """Return the gradients that are the result of a pass, by the parameter's id."""
+        return {id(p): view for bucket in self.buckets for p, view in bucket.results()}
+
+    def holds_result(self, index: int) -> bool:
+        """Whether the parameter's gradient is what a pass left there, and all ranks have the same."""
+        number = self.bucket_of[index]
+        if number < 0:
+            grad = self.parameters[index].grad
+            return grad is not None and self.sparse_results.get(index) is grad
+        return self.buckets[number].holds_result(index)
+
+    def _use_plan(self, plan: Plan, results: dict[int, torch.Tensor]) -> None:
+        """Make the buckets of a plan, and move the gradients of the last pass into their memory."""
+        self.plan = plan
+        self.bucket_of = plan.bucket_of
+        self._plan_digest = plan_digest(plan)
+        words = num_words(len(self.specs), self.world_size)
+        last = plan.buckets[-1] if plan.buckets else None
+        self._words_ride = (
+            last is not None
+            and last.dtype == torch.float32
+            and last.device.type == "cpu"
+            and self.hook is None
+            and self.sharding is None
+        )
+        self._words = None if self._words_ride else torch.zeros(words, dtype=torch.float32, device="cpu")
+        self.buckets = self._make_buckets(plan, words) if self.sharding is None else self.sharding.make_buckets(plan)
+        for bucket in self.buckets:
+            bucket.adopt(results)
+        self._waits_for_end = bytearray(len(self.specs))
+        for index in (*plan.sparse, *(last.indices if last is not None else ())):
+            self._waits_for_end[index] = 1
+
+    def _make_buckets(self, plan: Plan, words: int) -> list[Bucket]:
+        return [
+            Bucket(
+                number,
+                bucket_plan,
+                self.specs,
+                [self.parameters[i] for i in bucket_plan.indices],
+                words if self._words_ride and bucket_plan is plan.buckets[-1] else 0,
+                self.groups.allocate,
+            )
+            for number, bucket_plan in enumerate(plan.buckets)
+        ]
+
+    def _register_hooks(self) -> None:
+        if self._is_detached:
+            return
+        carries = self.settings.reduction is not Reduction.MEAN and self.sharding is None
+        self._hooks.register(self.parameters, before_too=carries)
+
+    def detach(self) -> None:
+        """Synchronise no gradient any more."""
+        self._hooks.remove()
+        self._is_detached = True
+
+    def attach(self) -> None:
+        """Synchronise gradients again."""
+        self._is_detached = False
+        self._register_hooks()
+
+    def inherit(self, other: "Planned") -> None:
+        """Remember which gradients another reducer of the same module has left unsynchronised."""
+        touched = {id(p) for p, is_touched in zip(other.parameters, other.touched, strict=True) if is_touched}
+        self.touched = bytearray(id(p) in touched for p in self.parameters)
+        for bucket in self.buckets:
+            bucket.adopt(other._results())
+        self.synchronizes = other.synchronizes
+
+    def use_hook(self, hook: HookedCollective) -> None:
+        """Let a communication hook do the collectives of the buckets from now on."""
+        self.hook = hook
+        self._use_plan(self.plan, self._results())
+
+    def use_sharding(self, sharding: Sharding) -> None:
+        """Leave on each rank only its slices of the reduced gradients from now on; collective."""
+        self.settle()
+        results = self._results()
+        self.sharding = sharding
+        self._register_hooks()
+        order = [index for bucket in self.plan.buckets for index in bucket.indices]
+        self._use_plan(self._plan_for(order), results)

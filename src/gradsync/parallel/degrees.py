@@ -1,0 +1,75 @@
+"""How many ways a run is divided, checked before anything starts. Plain numbers; imports no torch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from gradsync.errors import ConfigError
+
+Strategy = Literal["ddp", "zero", "fsdp"]
+PipelineSchedule = Literal["1f1b", "gpipe", "interleaved"]
+
+_MOST_CHOICES = 12
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Replicas of the model, ranks that share each of its matrices, and stages that it is divided into."""
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+
+    @property
+    def world(self) -> int:
+        """Ranks of the run."""
+        return self.data * self.tensor * self.pipeline
+
+    def data_rank(self, rank: int) -> int:
+        """Return which sequences a rank sees; neighbours share a replica's matrices, see ``mesh``."""
+        return rank // self.tensor % self.data
+
+
+def resolve_degrees(world: int, data: int | None, tensor: int, pipeline: int) -> Degrees:
+    """Return the degrees that multiply to ``world``; ``data=None`` takes what the others leave.
+
+    Raises:
+        ConfigError: they don't; the choices that do are named.
+    """
+    model = tensor * pipeline
+    if world % model or data not in (None, world // model):
+        given = "" if data is None else f"--dp {data} x "
+        product = model if data is None else data * model
+        wants = "a multiple of it" if data is None else "as many"
+        verb = "is" if world == 1 else "are"
+        raise ConfigError(
+            f"{given}--tp {tensor} x --pp {pipeline} is {product}, which needs {wants} processes, and there {verb} "
+            f"{world}; what works with {world}: {_choices(world)}"
+        )
+    return Degrees(world // model, tensor, pipeline)
+
+
+def check_strategy(strategy: Strategy, degrees: Degrees) -> None:
+    """Check that a strategy works with these degrees.
+
+    Raises:
+        ConfigError: it doesn't; what does is named.
+    """
+    if strategy == "zero" and degrees.tensor * degrees.pipeline > 1:
+        raise ConfigError(
+            f"--strategy zero divides the optimizer of whole replicas, and with --tp {degrees.tensor} --pp "
+            f"{degrees.pipeline} no rank holds a whole one; take --strategy fsdp, --strategy ddp, or --tp 1 --pp 1"
+        )
+
+
+def _choices(world: int) -> str:
+    found = [
+        f"--dp {world // (tensor * pipeline)} --tp {tensor} --pp {pipeline}"
+        for pipeline in _divisors(world)
+        for tensor in _divisors(world // pipeline)
+    ]
+    more = f" and {len(found) - _MOST_CHOICES} more" if len(found) > _MOST_CHOICES else ""
+    return "; ".join(found[:_MOST_CHOICES]) + more
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]

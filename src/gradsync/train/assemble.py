@@ -1,0 +1,49 @@
+"""What the ranks put together of what each has built: the divided model, its optimizer, and its state. Collective."""
+
+from dataclasses import dataclass
+
+import torch
+from torch.optim import Optimizer
+
+from gradsync.parallel.apply import parallelize
+from gradsync.parallel.replica import Replica
+from gradsync.train.build import Material
+from gradsync.train.config import TrainConfig
+from gradsync.train.optim import make_optimizer
+from gradsync.train.state import Standing, TrainingState
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """What a rank trains."""
+
+    replica: Replica
+    optimizer: Optimizer
+    state: TrainingState
+
+
+def assemble(config: TrainConfig, material: Material, device: torch.device) -> Assembly:
+    """Spread the model over the ranks; all of them together."""
+    assert material.model is not None
+    replica = parallelize(material.model, material.wanted, device)
+    # The weights are the same for every rank, the dropout masks are not.
+    torch.manual_seed(dropout_seed(config.seed, replica.data_rank, replica.stage))
+    optimizer = make_optimizer(config, replica, device)
+    standing = Standing(replica.data_rank, replica.data_world, replica.stage, config.strategy == "fsdp")
+    return Assembly(replica, optimizer, TrainingState(replica.held, optimizer, standing, device))
+
+
+def dropout_seed(seed: int, data_rank: int, stage: int = 0) -> int:
+    """Return the seed of the masks; ranks that share a stage of a replica must draw the same ones."""
+    return seed * 1_000_003 + data_rank + 1 + (stage << 40)
+
+
+def remarks(config: TrainConfig, material: Material) -> list[str]:
+    """Return what the user probably did not mean."""
+    degrees = material.wanted.degrees
+    if config.strategy != "ddp" and degrees.data == 1:
+        return [
+            f"warning: --strategy {config.strategy} divides what replicas hold alike, and there is one replica: it has "
+            f"no effect (--tp {degrees.tensor} --pp {degrees.pipeline} on {degrees.world} process(es))"
+        ]
+    return []

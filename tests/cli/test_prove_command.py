@@ -1,0 +1,74 @@
+"""``gradsync prove`` as a user runs it: the table, the exit code, and rows that go on after one has failed."""
+
+import pytest
+from commands import gradsync
+
+from gradsync.cli import prove
+from gradsync.cli.main import main
+
+pytestmark = pytest.mark.timeout(300)
+
+_OWN = """
+import torch
+from torch import nn
+
+
+def mean():
+    return nn.Linear(4, 2), torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+
+
+def wrong():
+    return (*mean(), lambda module, batch: module(batch).square().sum())
+
+
+def broken():
+    import torch.distributed as dist
+
+    def loss(module, batch):
+        if dist.is_initialized():
+            raise ZeroDivisionError("my loss fails among ranks")
+        return module(batch).square().mean()
+
+    return (*mean(), loss)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "own.py").write_text(_OWN)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_a_users_model_passes_and_what_needs_more_processes_is_said(folder):
+    done = gradsync("prove", "--model", "own:mean", "--nproc", "2", "--steps", "2", "--backend", "gloo", cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "7 of 7 rows passed" in done.stdout
+    assert "left out: DDP on 4 (needs 4 processes; --nproc is 2)" in done.stdout
+    assert "tensor parallel" not in done.stdout
+
+
+@pytest.mark.slow
+def test_a_row_that_fails_is_named_and_the_others_go_on(folder):
+    arguments = ("--nproc", "2", "--steps", "1", "--backend", "gloo")
+    wrong = gradsync("prove", "--model", "own:wrong", *arguments, cwd=folder)
+    assert wrong.returncode == 1
+    assert "FAILED DDP on 2: " in wrong.stdout
+    broken = gradsync("prove", "--model", "own:broken", *arguments, cwd=folder)
+    assert broken.returncode == 1
+    assert "FAILED FSDP: ZeroDivisionError: my loss fails among ranks" in broken.stdout
+    assert "2 of 7 rows passed" in broken.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nproc", "0"], "--nproc and --steps must be at least 1"),
+        (["--model", "nowhere:f"], "give MODULE:FUNCTION"),
+        (["--backend", "tin-cans"], "--backend tin-cans"),
+    ],
+)
+def test_refusals_come_before_anything_is_started(capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr(prove, "_launch", lambda *_: pytest.fail("started"))
+    assert main(["prove", *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,153 @@
+"""One process and every division of the model compute the same: gradients, norms, losses to evaluate, logits."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from divided_jobs import CONTEXT, Layout, divided, gathered, own_micro_batches, tokens, train, train_alone
+
+from gradsync.errors import ConfigError
+from gradsync.model.gpt2 import GPT2, GPT2Config
+from gradsync.parallel.apply import Wanted, check
+from gradsync.parallel.degrees import Degrees
+from gradsync.parallel.pipeline import Flow
+from gradsync.parallel.stage import split_blocks
+
+LAYOUTS = {
+    "ddp": Layout(Degrees(2)),
+    "fsdp": Layout(Degrees(2), "fsdp"),
+    "fsdp, checkpointing": Layout(Degrees(2), "fsdp", checkpointing=True),
+    "tensor": Layout(Degrees(1, 2)),
+    "tensor, checkpointing": Layout(Degrees(1, 2), checkpointing=True),
+    "gpipe": Layout(Degrees(1, 1, 2), schedule="gpipe", micro_batches=1),
+    "1f1b": Layout(Degrees(1, 1, 2), micro_batches=4, checkpointing=True),
+    "interleaved": Layout(Degrees(1, 1, 2), schedule="interleaved"),
+    "tensor on 3": Layout(Degrees(1, 3)),
+    "pipeline on 3": Layout(Degrees(1, 1, 3), micro_batches=4),
+    "fsdp on 3": Layout(Degrees(3), "fsdp"),
+    "ddp x tensor": Layout(Degrees(2, 2)),
+    "ddp x pipeline": Layout(Degrees(2, 1, 2)),
+    "fsdp x tensor": Layout(Degrees(2, 2), "fsdp"),
+    "fsdp x pipeline": Layout(Degrees(2, 1, 2), "fsdp"),
+    "tensor x pipeline": Layout(Degrees(1, 2, 2)),
+}
+FROZEN = ("h.1.mlp.c_fc.weight", "h.3.ln_1.weight", "wte.weight")
+
+
+def _compare(rank, world, layout):
+    model, expected = train_alone(layout)
+    start = dict(divided_start(layout))
+    replica = divided(layout)
+    found = train(layout, replica)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=2e-5, atol=1e-6)
+    parameters = dict(model.named_parameters())
+    got = gathered(replica)
+    assert got.keys() == parameters.keys()
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(
+            got[name], parameter.detach(), rtol=1e-4, atol=1e-6, msg=lambda t, n=name: f"{n}: {t}"
+        )
+        if layout.frozen and name.endswith(layout.frozen):
+            assert torch.equal(got[name], start[name]), name
+    _evaluate(layout, replica, model)
+    replicas_are_equal(replica)
+
+
+def divided_start(layout):
+    from divided_jobs import make_model
+
+    return [(name, parameter.detach().clone()) for name, parameter in make_model(layout).named_parameters()]
+
+
+def _evaluate(layout, replica, model):
+    replica.eval()
+    with torch.no_grad():
+        total = torch.zeros(())
+        for inputs, targets in own_micro_batches(layout, replica, 0):
+            total += replica.summed_loss(inputs, targets)
+        dist.all_reduce(total)
+        batch = tokens(layout, 0)
+        torch.testing.assert_close(total, model(batch[:, :-1], batch[:, 1:], reduction="sum")[1], rtol=1e-5, atol=1e-5)
+        some = batch[:2, : CONTEXT - 3]
+        torch.testing.assert_close(replica(some)[0], model(some)[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(replica.next_token_logits(some), model.next_token_logits(some), rtol=1e-4, atol=1e-5)
+    replica.train()
+
+
+def replicas_are_equal(replica):
+    """Whatever two ranks both hold is equal bit for bit: replicas, norms under tensor parallel, both ends' table."""
+    own = {name: (held.cut, held.tensor.detach()) for name, held in replica.held.items()}
+    own = {
+        name: (cut, tensor.to_local() if hasattr(tensor, "to_local") else tensor) for name, (cut, tensor) in own.items()
+    }
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    for name, (cut, tensor) in own.items():
+        for other in everyone:
+            if name in other and other[name][0] == cut:
+                assert torch.equal(other[name][1], tensor), name
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_few_steps_are_those_of_one_process(request, name):
+    layout = LAYOUTS[name]
+    pool = request.getfixturevalue({2: "ranks", 3: "ranks3", 4: "ranks4"}[layout.degrees.world])
+    pool(_compare, layout, timeout_s=60)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "tensor", "1f1b", "fsdp x tensor"])
+def test_what_is_frozen_stays_frozen(request, name):
+    layout = Layout(**{**vars(LAYOUTS[name]), "frozen": FROZEN})
+    pool = request.getfixturevalue({2: "ranks", 4: "ranks4"}[layout.degrees.world])
+    pool(_compare, layout, timeout_s=60)
+
+
+def test_blocks_are_divided_as_equally_as_can_be():
+    assert split_blocks(5, 2) == [range(3), range(3, 5)]
+    assert [len(part) for part in split_blocks(10, 4)] == [3, 3, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "flow", "message"),
+    [
+        (Degrees(1, 4), Flow("1f1b", 4, 1, 8), "--tp 4 does not divide the model's 6 heads; take one of 1, 2, 3, 6"),
+        (Degrees(1, 1, 3), Flow("1f1b", 4, 1, 8), "makes 3 stages, and the model has 2"),
+        (Degrees(1, 1, 2), Flow("interleaved", 4, 1, 8), "makes 4 stages"),
+        (Degrees(1, 1, 2), Flow("1f1b", 1, 1, 8), "needs at least 2 micro-batches a step .* there is 1"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(degrees, flow, message):
+    model = GPT2(GPT2Config(2, 6, 24, 8, 101))
+    with pytest.raises(ConfigError, match=message):
+        check(model, Wanted("ddp", degrees, flow))
+
+
+def _norm(rank, world, layout, poisoned):
+    """A gradient that is not finite on one rank is seen by all, and the norm counts every parameter once."""
+    replica = divided(layout)
+    for held in replica.held.values():
+        held.tensor.grad = torch.ones_like(held.tensor)
+    whole = sum(torch.Size(held.cut.shape).numel() for held in replica_of_all(layout))
+    expected = whole**0.5
+    if poisoned:
+        local = next(iter(replica.held.values())).tensor.grad
+        if rank == 0:
+            (local.to_local() if hasattr(local, "to_local") else local).view(-1)[0] = float("inf")
+        expected = float("inf")
+    return replica.clip_gradients(float("inf")), expected
+
+
+def replica_of_all(layout):
+    from divided_jobs import make_model
+
+    from gradsync.parallel.held import held_whole
+
+    return held_whole(make_model(layout)).values()
+
+
+@pytest.mark.parametrize("poisoned", [False, True])
+@pytest.mark.parametrize("name", ["ddp x tensor", "fsdp x tensor", "tensor x pipeline"])
+def test_the_norm_counts_each_element_once(ranks4, name, poisoned):
+    found = ranks4(_norm, LAYOUTS[name], poisoned)
+    assert len({norm for norm, _ in found}) == 1
+    norm, expected = found[0]
+    assert norm == pytest.approx(expected)

@@ -1,0 +1,109 @@
+"""The proof passes where it should, and a wrong layout, loss or value does not get through."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradsync.errors import ConfigError
+from gradsync.model.factory import load_factory
+from gradsync.parallel.degrees import Degrees
+from gradsync.train.prove import Trace, compare, difference_of, run_plainly, run_trainee
+from gradsync.train.prove_cases import Case, GPTSubject, UserSubject, cases
+
+CPU = torch.device("cpu")
+STEPS = 2
+
+
+def test_units_in_the_last_place():
+    one = torch.tensor([1.0])
+    above = torch.nextafter(one, torch.tensor([2.0]))
+    assert difference_of(above, one).ulps == 1
+    assert difference_of(torch.tensor([1.0, 1e-7]), torch.tensor([1.0, -1e-7])).ulps == pytest.approx(1.68, abs=0.01)
+    assert difference_of(one, one).absolute == 0.0
+    assert difference_of(torch.tensor([float("nan")]), one).absolute == float("inf")
+
+
+def test_the_first_parameter_beyond_tolerance_is_named():
+    reference = Trace([1.0], [1.0], {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)})
+    off = {"a": torch.ones(2), "b": torch.tensor([1.0, 1.1]), "c": torch.zeros(2)}
+    found = compare(Case("x"), replace(reference, parameters=off), reference)
+    assert (found.first_parameter, found.has_passed) == ("b", False)
+    assert compare(Case("x"), reference, reference).has_passed
+    assert not compare(Case("x"), replace(reference, losses=[1.001]), reference).has_passed
+    assert not compare(Case("x"), replace(reference, norms=[float("nan")]), reference).has_passed
+
+
+def test_one_process_is_the_plain_loop_to_the_last_bit():
+    found = compare(
+        Case("alone"), run_trainee(Case("alone"), GPTSubject(), STEPS, CPU), run_plainly(GPTSubject(), STEPS, CPU)
+    )
+    assert found.has_passed
+    assert found.parameters.absolute < 1e-6
+
+
+def _prove(rank, world, rows, model):
+    import sys
+
+    sys.path.insert(0, str(Path(__file__).parent))
+    subject = GPTSubject() if model is None else UserSubject(model)
+    traces = [run_trainee(row, subject, STEPS, CPU) for row in rows]
+    if rank == 0:
+        reference = run_plainly(subject, STEPS, CPU)
+        return [compare(row, trace, reference) for row, trace in zip(rows, traces, strict=True)]
+    return []
+
+
+def rows_on(world, *names):
+    return [row for row in cases("gloo", []) if row.world == world and (not names or row.name in names)]
+
+
+def test_all_rows_on_two_processes_pass(ranks):
+    findings = ranks(_prove, rows_on(2), None, timeout_s=90)[0]
+    assert len(findings) == 9
+    assert [finding for finding in findings if not finding.has_passed] == []
+
+
+def test_the_users_own_model_passes_where_its_loss_is_a_mean(ranks):
+    rows = [row for row in rows_on(2) if not row.needs_layout]
+    findings = ranks(_prove, rows, "own_models:mean_of_rows", timeout_s=60)[0]
+    assert len(findings) == 5
+    assert [finding for finding in findings if not finding.has_passed] == []
+
+
+def test_a_loss_that_data_parallelism_cannot_average_is_found_out(ranks):
+    findings = ranks(_prove, rows_on(2, "DDP on 2"), "own_models:sum_of_rows")[0]
+    assert not findings[0].has_passed
+    assert findings[0].loss.absolute > 0.1
+
+
+def test_there_is_a_row_for_everything():
+    names = [row.name for row in cases("gloo", ["shm"])]
+    assert len(set(names)) == len(names)
+    assert {"one process", "DDP on 4", "ZeRO", "FSDP", "DDP x tensor", "DDP x pipeline", "FSDP x tensor"} <= set(names)
+    assert "DDP on 2, shm" in names
+    assert max(row.world for row in cases("gloo", [])) == 4
+    assert Degrees(1, 2) in [row.degrees for row in cases("gloo", [])]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("own_models:missing", "give MODULE:FUNCTION"),
+        ("no_such_module:f", "give MODULE:FUNCTION"),
+        ("own_models:no_model", "must return"),
+        ("own_models:odd_batch", "must be a multiple of 16"),
+    ],
+)
+def test_a_wrong_factory_is_refused(monkeypatch, path, message):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    with pytest.raises(ConfigError, match=message):
+        UserSubject(path)
+
+
+def test_a_factory_gives_the_same_model_each_time(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    factory = load_factory("own_models:mean_of_rows")
+    one, other = factory.build().state_dict(), factory.build().state_dict()
+    assert all(torch.equal(one[name], other[name]) for name in one)
