@@ -32,7 +32,7 @@ _takes_store_along = False
 def install(serves_store: bool = False) -> None:
     """Have this process tell the other ranks how it ends; again: no effect."""
     global _owner, _takes_store_along
-    _takes_store_along = serves_store
+    _takes_store_along |= serves_store
     if _owner == os.getpid():
         return
     _owner = os.getpid()

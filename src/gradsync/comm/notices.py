@@ -40,7 +40,7 @@ def exchange_notices(group: Group, topic: str, text: str) -> list[str] | None:
     store = _torch.PrefixStore(f"gradsync/notices/{name}/{_rounds[name]}", dist.distributed_c10d._get_default_store())
     store.set(str(group.rank()), text)
     keys = [str(rank) for rank in range(group.size())]
-    Waits(group, watch, None).wait(_Notices(store, keys))
+    Waits(group, watch, None, is_sliced=True).wait(_Notices(store, keys))
     if store.has_extended_api():
         return [value.decode() for value in store.multi_get(keys)]
     return [store.get(key).decode() for key in keys]

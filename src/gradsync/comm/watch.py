@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradsync.comm.aftermath import is_aftermath
 from gradsync.comm.diagnosis import diagnose, name_of
 from gradsync.comm.ledger import Event, Ledger, Place, can_hold_ledger
 from gradsync.errors import GradsyncError, RankFailedError, StalledError
@@ -253,12 +254,12 @@ class Watch:
 class Waits:
     """How one engine waits for the works of its group: watched, and with an end."""
 
-    def __init__(self, group: Any, watch: Watch | None, limit_s: float | None) -> None:
+    def __init__(self, group: Any, watch: Watch | None, limit_s: float | None, is_sliced: bool | None = None) -> None:
         if group not in dist.distributed_c10d._world.pg_map:  # one that torch does not know: its ranks have no numbers
             watch = None
         self._group = group
         self._watch = watch
-        self._is_sliced = watch is not None and can_be_sliced(group)
+        self._is_sliced = watch is not None and (can_be_sliced(group) if is_sliced is None else is_sliced)
         self.limit_s = limit_s if limit_s is not None else watch.soft_limit_s if watch is not None else 0.0
         self.members: list[int] = [] if watch is None else dist.get_process_group_ranks(group)
         self.since_s = 0.0
@@ -306,7 +307,7 @@ class Waits:
 
     def explain(self, error: BaseException) -> BaseException:
         """Return the error of the rank that is behind this one, if there is such a rank."""
-        if self._watch is None or isinstance(error, RankFailedError | StalledError):
+        if self._watch is None or isinstance(error, RankFailedError | StalledError) or not is_aftermath(error):
             return error
         return self._watch.explain(error, self.members)
 

@@ -243,8 +243,11 @@ class Reducer(Planned, ReducerSurface):
             else:
                 bucket.work = self.groups.sum_bucket(bucket.buffer.whole, bucket is self.buckets[-1])
         except BaseException as error:
-            self.fail(error)
-            raise
+            cause = self.groups.waits.explain(error)
+            self.fail(cause)
+            if cause is error:
+                raise
+            raise cause from error
 
     @property
     def contribution_scale(self) -> float:
