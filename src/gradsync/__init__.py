@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from gradsync.ddp.replace import replace_torch_ddp as replace_torch_ddp
     from gradsync.ddp.sharded_optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
     from gradsync.ddp.sharded_state import plain_optimizer_state as plain_optimizer_state
+    from gradsync.train.profiling import profile as profile
 
 __version__ = "0.1.0"
 
@@ -25,6 +26,7 @@ _HOMES = {
     "fp16_compress_hook": "gradsync.ddp.compression",
     "init_process_group": "gradsync.comm.process",
     "plain_optimizer_state": "gradsync.ddp.sharded_state",
+    "profile": "gradsync.train.profiling",
     "replace_torch_ddp": "gradsync.ddp.replace",
 }
 
@@ -35,6 +37,7 @@ __all__ = [
     "fp16_compress_hook",
     "init_process_group",
     "plain_optimizer_state",
+    "profile",
     "replace_torch_ddp",
 ]
 

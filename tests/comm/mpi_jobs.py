@@ -46,9 +46,17 @@ def gradsync_zero(rank: int, world: int) -> None:
     assert_close([parameter.detach() for parameter in model.parameters()], averaged(world))
 
 
-def late(rank: int, world: int) -> None:
-    group = new_group(timeout_s=1.0)
+def hurried_group(ranks: list[int] | None = None, timeout_s: float = 1.0) -> Any:
+    """A group whose operations have little time, unlike the meeting of its ranks."""
+    group = new_group(ranks=ranks)
+    if isinstance(group, MpiGroup):
+        group.set_timeout(timedelta(seconds=timeout_s))
     dist.barrier()
+    return group
+
+
+def late(rank: int, world: int) -> None:
+    group = hurried_group()
     if rank == world - 1:
         time.sleep(3.0)
         with pytest.raises(BackendError, match="another rank gave up|timed out"):
@@ -63,8 +71,7 @@ def late(rank: int, world: int) -> None:
 
 
 def elsewhere(rank: int, world: int) -> None:
-    group = new_group(1.0, [0, 1])
-    dist.barrier()
+    group = hurried_group([0, 1])
     if rank > 1:
         return
     other = "reduce" if rank == 0 else "barrier"
@@ -76,8 +83,7 @@ def elsewhere(rank: int, world: int) -> None:
 
 
 def aborted(rank: int, world: int) -> None:
-    group: Any = new_group(timeout_s=30.0)
-    dist.barrier()
+    group = hurried_group(timeout_s=30.0)
     if rank == 0:
         group.abort()
         return
@@ -88,8 +94,7 @@ def aborted(rank: int, world: int) -> None:
 
 
 def message_nobody_sends(rank: int, world: int) -> None:
-    group: Any = new_group(timeout_s=1.0)
-    dist.barrier()
+    group = hurried_group()
     peer = (rank + 1) % world
     with pytest.raises(ValueError, match="tags of messages over MPI"):
         group.send([torch.ones(3)], peer, -1)

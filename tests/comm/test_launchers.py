@@ -42,6 +42,14 @@ def test_torchrun() -> None:
     assert placement(TORCHRUN) == Placement("torchrun", 2, 4, 0, 2, "10.0.0.1", 29500)
 
 
+def test_variables_without_a_local_rank_are_one_process_a_host_unless_all_meet_here() -> None:
+    common = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_PORT": "23456"}
+    assert placement(common | {"MASTER_ADDR": "job-master-0"}) == Placement(
+        "torchrun", 2, 4, 0, 1, "job-master-0", 23456
+    )
+    assert placement(common | {"MASTER_ADDR": "127.0.0.1"}) == Placement("torchrun", 2, 4, 2, 4, "127.0.0.1", 23456)
+
+
 def test_torchrun_inside_of_a_slurm_step_or_of_mpiexec_wins() -> None:
     assert placement(SLURM | HYDRA | TORCHRUN) == placement(TORCHRUN)
 

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from ddp.reference import OneProcess, assert_same_gradients, digest, in_quarters, plain
 from gradsync import DistributedDataParallel
 from gradsync.ddp.tuning import Link, ReadyTimes, choose_ends, fit_link
-from ddp.reference import OneProcess, assert_same_gradients, digest, in_quarters, plain
 from rank_pool import RankPool
 
 seconds = st.floats(0, 1, allow_nan=False)

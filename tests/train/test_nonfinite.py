@@ -1,10 +1,12 @@
 """Finding the sequences behind a step that was not finite."""
 
+from types import SimpleNamespace
+
 import torch
 from torch import nn
 
 from gradsync.parallel.held import held_whole
-from gradsync.train.nonfinite import explain, find_sequences
+from gradsync.train.nonfinite import explain, find_parameter, find_sequences
 from gradsync.train.ranks import Alone
 
 
@@ -53,3 +55,41 @@ def test_the_sentence_names_rank_step_and_sequences():
         "step 7: the gradient (norm inf) is not finite on rank 0"
     )
     assert explain(Alone(), 7, [], float("inf"), []).endswith("on the sum of all ranks only")
+
+
+class Two(nn.Module):
+    """A lookup, and a layer that uses what it brings; perhaps with buckets."""
+
+    is_collective = False
+    ddp = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(1, 1, bias=False), Lookup()
+
+    @property
+    def held(self):
+        return held_whole(self)
+
+    def summed_loss(self, inputs, targets):
+        values = self.second.table(inputs)
+        return self.first(values).sum() + values.sqrt().sum()
+
+
+def with_buckets(*names):
+    places = [SimpleNamespace(number=i, parameters=[SimpleNamespace(name=name)]) for i, name in enumerate(names)]
+    model = Two()
+    object.__setattr__(model, "ddp", SimpleNamespace(report=lambda: SimpleNamespace(buckets=places)))
+    return model
+
+
+def test_the_parameter_is_the_first_in_backward_with_its_bucket():
+    cpu = torch.device("cpu")
+    assert find_parameter(Two(), [batch([0, 1])], cpu) == ""
+    assert find_parameter(Two(), [batch([0, 1]), batch([4])], cpu) == "second.table.weight"
+    model = with_buckets("first.weight", "second.table.weight").train()
+    assert find_parameter(model, [batch([4])], cpu) == "second.table.weight, bucket 1"
+    assert find_parameter(model, [batch([3])], cpu) == "first.weight, bucket 0"
+    assert model.training
+    text = explain(Alone(), 7, [13], float("inf"), [0], "first.weight, bucket 0")
+    assert text.endswith("rank 0 (sequences: 13; first in first.weight, bucket 0)")

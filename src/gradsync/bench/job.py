@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from gradsync.bench.collectives import CollectiveTiming, copy_bandwidth, time_collectives
+from gradsync.bench.recording import RecordingCost, time_recording
 from gradsync.bench.rounds import Contestant, Timing, peak_memory, time_contestants
 from gradsync.bench.workloads import WORKLOADS, Workload, workload_of_factory
 from gradsync.comm import shm
@@ -36,6 +37,14 @@ class CollectivesJob:
     num_rounds: int
 
 
+@dataclass(frozen=True)
+class RecordingJob:
+    """Whose step to measure with and without a recorder."""
+
+    workload: str
+    num_rounds: int
+
+
 @dataclass
 class CollectivesResult:
     """Timings, and how fast one rank copies while the others do."""
@@ -53,6 +62,12 @@ def run_bench(job: BenchJob) -> list[Timing] | int:
 def run_collectives(job: CollectivesJob) -> CollectivesResult:
     """Return this rank's timings of single collectives."""
     result: CollectivesResult = _on_rank(lambda: _collectives(job))
+    return result
+
+
+def run_recording(job: RecordingJob) -> RecordingCost:
+    """Return this rank's timings of steps with and without a recorder."""
+    result: RecordingCost = _on_rank(lambda: time_recording(job.workload, job.num_rounds))
     return result
 
 

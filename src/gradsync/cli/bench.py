@@ -1,6 +1,7 @@
 """``gradsync bench``: the same training step under different engines, side by side, in one run."""
 
 import json
+import logging
 import os
 import platform
 import statistics
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = (
     "Time one training step without synchronisation, with torch's DistributedDataParallel and with gradsync's, in "
-    "alternating rounds of one run. 'gradsync bench collectives' times single collectives."
+    "alternating rounds of one run. 'gradsync bench collectives' times single collectives, "
+    "'gradsync bench recording' the cost of recording."
 )
 _WORKLOADS = ("toy", "many", "mlp", "gpt-small", "gpt2")
 _BASELINE = "torch/gloo"
@@ -30,6 +32,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run ``gradsync bench`` and return its exit code."""
     if arguments and arguments[0] == "collectives":
         return _main_collectives(arguments[1:])
+    if arguments and arguments[0] == "recording":
+        return _main_recording(arguments[1:])
     parser = new_parser("bench", _DESCRIPTION)
     parser.option("--workload", str, ",".join(_WORKLOADS[:3]), f"which, by commas: {', '.join(_WORKLOADS)}, or 'all'")
     parser.option("--model", str | None, None, "MODULE:FUNCTION that returns (module, batch) or (module, batch, loss)")
@@ -144,15 +148,18 @@ def run_ranks(entry: Any, nproc: int, job: Any) -> dict[int, Any]:
 
     from gradsync.cli.launch import launch_config
 
+    # it reports every failure at length; we say it in one line
+    for talker in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(talker).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory(prefix="gradsync-") as folder:
         try:
             results: dict[int, Any] = elastic_launch(launch_config(nproc, Path(folder)), entry)(job)
         except ChildFailedError as error:
             rank, lost = error.get_first_failure()
-            raise BackendError(
-                f"rank {rank} of the measurement failed (exit code {lost.exitcode}): {lost.message}"
-            ) from error
+            said: Any = lost.message
+            message = said["message"] if isinstance(said, dict) else said
+            raise BackendError(f"rank {rank} failed (exit code {lost.exitcode}): {message}") from error
     return results
 
 
@@ -211,6 +218,27 @@ def _main_collectives(arguments: Sequence[str]) -> int:
         for t in result.timings
     ]
     _write_json(given.json, {"collectives": rows, "copy_bytes_per_s": result.copy_bytes_per_s, "nproc": given.nproc})
+    return 0
+
+
+def _main_recording(arguments: Sequence[str]) -> int:
+    parser = new_parser(
+        "bench recording", "Time a step without a recorder, with the one that is always on, and exactly."
+    )
+    parser.option("--workload", str, "mlp", f"which: {', '.join(_WORKLOADS)}")
+    _add_common(parser)
+    given = parser.parse_args(list(arguments))
+    if given.workload not in _WORKLOADS:
+        raise ConfigError(f"--workload {given.workload!r} is unknown; there are {', '.join(_WORKLOADS)}")
+    from gradsync.bench.job import RecordingJob, run_recording
+
+    cost = run_ranks(run_recording, given.nproc, RecordingJob(given.workload, given.rounds))[0]
+    for kind, samples in cost.step_s.items():
+        ratio = statistics.median(a / b for a, b in zip(samples, cost.step_s["off"], strict=True))
+        print(f"{kind:<10} {_ms(statistics.median(samples))} a step, {ratio:.4f} of that without a recorder")
+    alone = f"{cost.calls_s * 1e6:.1f} us a step with {cost.num_buckets} buckets"
+    print(f"the recorder's calls alone: {alone}, {cost.share:.3%}")
+    _write_json(given.json, {"recording": cost.step_s, "calls_s": cost.calls_s, "nproc": given.nproc})
     return 0
 
 

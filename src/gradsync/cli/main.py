@@ -25,7 +25,9 @@ COMMANDS = {
     "export": ("gradsync.cli.export", "write a trained run in the form of another library"),
     "report": ("gradsync.cli.report", "write a page about one or several runs"),
     "bench": ("gradsync.cli.bench", "time a training step under different engines, side by side"),
+    "explain": ("gradsync.cli.explain", "write a page that explains data-parallel training with a real run"),
     "prove": ("gradsync.cli.prove", "show that every way of training computes what one process does"),
+    "doctor": ("gradsync.cli.doctor", "say what will not work on this machine or these hosts, and what to do"),
     "sample": ("gradsync.cli.sample", "print text from a trained run"),
 }
 

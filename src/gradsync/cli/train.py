@@ -19,7 +19,7 @@ from gradsync.errors import ConfigError, DataError
 from gradsync.parallel.degrees import check_strategy, resolve_degrees
 from gradsync.train.batch import choose_num_processes, plan_batch
 from gradsync.train.config import TrainConfig, inherited, resolve
-from gradsync.train.runfolder import check_usable, new_run_path, newest_run_path, read_config
+from gradsync.train.runfolder import RunFolder, check_usable, new_run_path, newest_run_path, read_config
 
 _DESCRIPTION = "Train a GPT on text. Without options: a small one on the sources of Python's standard library."
 
@@ -29,9 +29,18 @@ def main(arguments: Sequence[str]) -> int:
     parser = new_parser("train", _DESCRIPTION)
     add_config_options(parser)
     parser.option("--config", str | None, None, "YAML file of these options; the command line wins", "run")
+    parser.option(
+        "--auto-resume",
+        bool,
+        False,
+        "continue the run in --run if there is one, else start it: for launchers that start the same command again",
+        "run",
+    )
     parser.option("--dry-run", bool, False, "say what the run would be, its memory and its files, and exit", "run")
     parser.option("--print-config", bool, False, "print the resulting options and exit", "run")
     given = given_options(parser, arguments)
+    if given.pop("auto_resume", False):
+        given["resume"] = _has_begun(given)
     is_printing, is_dry = given.pop("print_config", False), given.pop("dry_run", False)
     config = resolve(_with_inherited(given))
     if is_printing:
@@ -44,6 +53,13 @@ def main(arguments: Sequence[str]) -> int:
 
         return join(config)
     return _start(config)
+
+
+def _has_begun(given: dict[str, Any]) -> bool:
+    """Whether the run that ``--auto-resume`` is about has been started before."""
+    if not given.get("run"):
+        raise ConfigError("--auto-resume needs --run, the folder in which every start looks for the run")
+    return RunFolder(given["run"]).config_file.is_file()
 
 
 def _with_inherited(given: dict[str, Any]) -> dict[str, Any]:

@@ -108,7 +108,8 @@ def _train_in_group(config: TrainConfig, requests: StopRequests) -> Outcome:
     with _logging_to(view):
         init_process_group(config.backend, device_type=device.type)
     ranks = Group()
-    config = replace(config, run=config.run or ranks.from_first(new_run_path(config.preset)))
+    # Rank 0's options: whether there is something to resume looks different on a host that comes a moment later.
+    config = ranks.from_first(replace(config, run=config.run or new_run_path(config.preset)))
     outcome = _train(config, ranks, requests, view)
     # Only after success: after a failure the other end may never answer.
     destroy_process_group()

@@ -72,14 +72,18 @@ def adopt(environment: MutableMapping[str, str]) -> Placement | None:
 
 
 def _torchrun(environment: Mapping[str, str]) -> Placement | None:
-    """torchrun, or anything else that speaks torch's own language (a Kubernetes operator, a script)."""
+    """torchrun, or anything else that speaks torch's own language (a Kubernetes operator, a script).
+
+    Operators leave out the local rank: they start one process a pod, unless all meet on this very host.
+    """
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
     rank, world = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
-    local = _number(environment, "LOCAL_RANK", rank)
-    return Placement(
-        "torchrun", rank, world, local, _number(environment, "LOCAL_WORLD_SIZE", world), *_master(environment)
-    )
+    address, port = _master(environment)
+    is_one_host = address is None or address == "localhost" or address.startswith("127.")
+    local = _number(environment, "LOCAL_RANK", rank if is_one_host else 0)
+    num_local = _number(environment, "LOCAL_WORLD_SIZE", world if is_one_host else 1)
+    return Placement("torchrun", rank, world, local, num_local, address, port)
 
 
 def _slurm(environment: Mapping[str, str]) -> Placement | None:

@@ -58,6 +58,14 @@ class _GatheredSum:
         self._gathered = flat.new_empty(group.size() * flat.numel())
         self._work: Any = group._allgather_base(self._gathered, flat)
 
+    def is_completed(self) -> bool:
+        """Whether all numbers are here."""
+        return self._work is None or bool(self._work.is_completed())
+
+    def get_future(self) -> Any:
+        """A future of their arrival."""
+        return None if self._work is None else self._work.get_future()
+
     def wait(self, limit: timedelta | None = None) -> None:
         """See ``Pending``; a second call does nothing. With a limit: raise if it is not complete by then, and go on."""
         if self._work is None:
@@ -71,7 +79,3 @@ class _GatheredSum:
         torch.add(first, second, out=self._flat)
         for row in rest:
             self._flat.add_(row)
-
-    def is_completed(self) -> bool:
-        """Whether waiting would return, or raise, at once."""
-        return self._work is None or bool(self._work.is_completed())

@@ -157,6 +157,14 @@ def check_reduction(reduction: str) -> Reduction:
         raise ConfigError(f"reduction is one of {names}, but got {reduction!r}") from None
 
 
+def check_interval(check_replicas_every: int | None) -> None:
+    """Raise ConfigError for something that is no number of passes."""
+    if check_replicas_every is not None and (not isinstance(check_replicas_every, int) or check_replicas_every < 0):
+        raise ConfigError(
+            f"check_replicas_every is a number of passes, 0 for never or None, but got {check_replicas_every!r}"
+        )
+
+
 def ignored_names(module: nn.Module) -> set[str]:
     """Return the names that ``_set_params_and_buffers_to_ignore_for_model`` has left on the module.
 

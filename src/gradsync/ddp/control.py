@@ -2,7 +2,8 @@
 
 They ride behind the gradients of the last bucket, or in a small collective of their own. After the sum
 every rank knows of every parameter how many ranks used it and how many were late with it, and of every
-rank what it wrote into its own slot. Numbers are small whole numbers, which float32 sums exactly.
+rank what it wrote into its own slot. Numbers are small whole numbers, which float32 sums
+exactly; in a slot, where all ranks but one add 0, they may be any.
 
     [ used, one a parameter | late, one a parameter | slot of rank 0 | slot of rank 1 | ... ]
 """
@@ -46,6 +47,20 @@ class Slot:
     weight_high: int
     weight_low: float
     """The gradient weight is ``weight_high * 2**20 + weight_low``."""
+    data_s: float = 0.0
+    """Seconds of this window in each of the rank's own phases (see ``timeline``)."""
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    optimizer_s: float = 0.0
+    replica_digest: float = 0.0
+    """0, or a digest of the parameters in a pass that compares them."""
+    non_finite: float = 0.0
+    """0, or 1 more than the index of the parameter whose gradient was the first that is not finite."""
+
+    @property
+    def local_times(self) -> tuple[float, ...]:
+        """The seconds, in the order of ``timeline.LOCAL_PHASES``."""
+        return self.data_s, self.forward_s, self.backward_s, self.optimizer_s
 
     @property
     def weight(self) -> float:
@@ -54,6 +69,8 @@ class Slot:
 
 
 SLOT_WORDS = len(fields(Slot))
+_NUM_WHOLE = 5
+"""The first fields of a slot are read as whole numbers."""
 _values = operator.attrgetter(*(field.name for field in fields(Slot)))
 
 
@@ -106,8 +123,8 @@ def read_words(source: Words, num_parameters: int) -> ControlWords:
     words = rest.tolist()
     slots = []
     for start in range(0, len(words), SLOT_WORDS):
-        *whole, weight_low = words[start : start + SLOT_WORDS]
-        slots.append(Slot(*map(int, whole), weight_low))  # type: ignore[call-arg]
+        slot = words[start : start + SLOT_WORDS]
+        slots.append(Slot(*map(int, slot[:_NUM_WHOLE]), *slot[_NUM_WHOLE:]))
     late_anywhere = late.nonzero()[0].tolist() if late.any() else []
     return ControlWords(used.tolist(), late_anywhere, tuple(slots), float(used.min(initial=len(slots))))
 

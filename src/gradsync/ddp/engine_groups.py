@@ -35,6 +35,8 @@ class EngineGroups:
         self._soft_limit_s = soft_limit_s
         self._lease: Lease | None = None
         self._is_shared = original is not None
+        self.is_on_host = device.type == "cpu"
+        """Whether collectives of buckets are over when the host has waited for them."""
         self.buckets: Group = parent
         self.control: Group = parent
         if original is not None:

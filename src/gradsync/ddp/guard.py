@@ -9,7 +9,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gradsync.errors import ContractError
 
@@ -30,15 +30,30 @@ def watch(reducer: "Reducer") -> None:
     _reducers.add(reducer)
     if not _is_registered:
         register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)
         _is_registered = True
 
 
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     for reducer in list(_reducers):
+        if _is_of(optimizer, reducer):
+            reducer.timeline.optimizer_begins()
         if reducer.is_in_backward:
             _refuse(reducer, optimizer)
         elif any(reducer.touched):
             _report(reducer, optimizer)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    for reducer in list(_reducers):
+        if _is_of(optimizer, reducer):
+            reducer.timeline.optimizer_ends()
+
+
+def _is_of(optimizer: torch.optim.Optimizer, reducer: "Reducer") -> bool:
+    """Whether the optimizer's first parameter is one of the reducer's."""
+    groups = optimizer.param_groups
+    return bool(groups and groups[0]["params"]) and id(groups[0]["params"][0]) in reducer.parameter_ids
 
 
 def _refuse(reducer: "Reducer", optimizer: torch.optim.Optimizer) -> None:

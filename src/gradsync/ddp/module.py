@@ -24,7 +24,9 @@ from gradsync.ddp.engine_groups import EngineGroups
 from gradsync.ddp.join import Announcement, DDPJoinHook, announce, hook_arguments
 from gradsync.ddp.outputs import find_tensors
 from gradsync.ddp.plan import MIB, caps_from_mib
+from gradsync.ddp.recording import report_of
 from gradsync.ddp.reducer import Reducer
+from gradsync.ddp.replica_check import DEFAULT_EVERY
 from gradsync.ddp.replicas import (
     Description,
     broadcast_state,
@@ -37,6 +39,7 @@ from gradsync.ddp.replicas import (
     shapes_of_rank,
     verify,
 )
+from gradsync.ddp.report import Report
 from gradsync.ddp.settings import Reduction, Settings
 from gradsync.ddp.surface import BROADCAST_BUCKET_BYTES, TorchSurface
 from gradsync.ddp.sync_batchnorm import run_on_cpu
@@ -83,6 +86,10 @@ class DistributedDataParallel(TorchSurface):
             the total given to ``add_gradient_weight``.
         soft_limit_s: how long a rank waits for the others before all of them raise an error that says where each one
             is; None for that of ``init_process_group`` (60 s), 0 for none.
+        check_replicas_every: compare all ranks' parameters in every so many-th pass; None means 100, or 0 (never)
+            without ``init_sync``. Not done with a communication hook.
+        check_finite: look at every rank's gradients before they are averaged, and raise a NonFiniteError that names
+            rank, parameter and bucket if some are infinite or not a number.
 
     Raises:
         TypeError: ``module`` is no module.
@@ -116,6 +123,8 @@ class DistributedDataParallel(TorchSurface):
         *,
         reduction: str = "mean",
         soft_limit_s: float | None = None,
+        check_replicas_every: int | None = None,
+        check_finite: bool = False,
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -151,6 +160,7 @@ class DistributedDataParallel(TorchSurface):
                 lambda: arguments.check_caps(bucket_cap_mb, bucket_cap_mb_list),
                 lambda: arguments.check_reduction(reduction),
                 lambda: arguments.check_soft_limit(soft_limit_s),
+                lambda: arguments.check_interval(check_replicas_every),
                 lambda: check_parameters(named),
                 lambda: arguments.check_devices([p for _, p in named], device_ids, output_device),
             ),
@@ -160,11 +170,17 @@ class DistributedDataParallel(TorchSurface):
                 "reduction": str(reduction),
                 "forward_sync_buffers": str(self.forward_sync_buffers),
                 "mixed_precision": str(mixed_precision),
+                "check_replicas_every": str(check_replicas_every),
+                "check_finite": str(check_finite),
             },
         )
+        if check_replicas_every is None:
+            check_replicas_every = DEFAULT_EVERY if init_sync else 0
         self._settings = Settings(
             caps_from_mib(bucket_cap_mb, bucket_cap_mb_list),
             Reduction(reduction),
+            check_replicas_every,
+            check_finite,
             soft_limit_s=soft_limit_s,
             tunes_buckets=bucket_cap_mb == "auto",
         )
@@ -221,6 +237,7 @@ class DistributedDataParallel(TorchSurface):
         self._seen_passes = 0
         original_groups = None if original is None else original.reducer.groups
         groups = EngineGroups(group, self.device, original_groups, self._settings.soft_limit_s)
+        self._is_timed = False
         self.reducer = Reducer(self._watch, groups, self._settings)
         if group.size() == 1 and self._settings.reduction != "weighted":
             self.reducer.detach()
@@ -253,6 +270,9 @@ class DistributedDataParallel(TorchSurface):
         if self._is_active:
             self.reducer.settle()
             self.reducer.groups.waits.enter("forward", self.reducer.num_passes)
+        self._is_timed = self.training and torch.is_grad_enabled()
+        if self._is_timed:
+            self.reducer.timeline.forward_begins()
         self._synchronize_before_forward()
         if self.device_ids:
             moved, moved_kwargs = _to_kwargs(inputs, kwargs, self.device, self.use_side_stream_for_tensor_copies)
@@ -263,6 +283,8 @@ class DistributedDataParallel(TorchSurface):
     def _post_forward(self, output: Any) -> Any:
         if self._sends_buffers_after_forward:
             self._synchronize_buffers(0)
+        if self._is_timed:
+            self.reducer.timeline.forward_ends()
         if torch.is_grad_enabled():
             watched = [tensor for tensor in find_tensors(output) if tensor.requires_grad and not tensor.is_leaf]
             if self._is_active:
@@ -403,6 +425,10 @@ class DistributedDataParallel(TorchSurface):
         if self.reducer.world_size > 1:
             named = [*self._watch.all_parameters(), *self._watch.buffers().items()]
             verify(self._state_group, named, self.reducer.rank, self.device)
+
+    def report(self) -> Report:
+        """Return what was recorded of the last passes: times of every bucket, exposed communication, who is late."""
+        return report_of(self.reducer)
 
     def add_gradient_weight(self, weight: float) -> None:
         """With ``reduction="weighted"``: say how many tokens or samples the coming backward's summed loss stands for.

@@ -94,6 +94,7 @@ class Planned:
         self._retire(named, results, sparse_results)
         self.names = [name for name, _ in named]
         self.parameters = [p for _, p in named]
+        self.parameter_ids = frozenset(map(id, self.parameters))
         sparse = self.watch.sparse_names()
         self.specs = [parameter_spec(name, local_tensor(p), name in sparse) for name, p in named]
         self.touched = bytearray(id(p) in touched_before for p in self.parameters)

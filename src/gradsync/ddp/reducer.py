@@ -67,16 +67,19 @@ from gradsync.ddp.control import (
 )
 from gradsync.ddp.end_of_backward import Attendance, attend
 from gradsync.ddp.engine_groups import EngineGroups
+from gradsync.ddp.finite_check import FiniteCheck, check_finite
 from gradsync.ddp.ownership import claim
 from gradsync.ddp.plan import make_plan
 from gradsync.ddp.planned import Planned
 from gradsync.ddp.reducer_surface import ReducerSurface
+from gradsync.ddp.replica_check import ReplicaCheck
 from gradsync.ddp.rounds import reduce_newcomers, reduce_sparse
 from gradsync.ddp.settings import Reduction, Settings
+from gradsync.ddp.timeline import Timeline
 from gradsync.ddp.tuned_plan import tuned_plan
 from gradsync.ddp.tuning import ReadyTimes
 from gradsync.ddp.watch import ModuleWatch
-from gradsync.errors import ContractError, ReducerFailedError
+from gradsync.errors import ContractError, NonFiniteError, ReducerFailedError
 
 
 class Reducer(Planned, ReducerSurface):
@@ -92,6 +95,9 @@ class Reducer(Planned, ReducerSurface):
         """Called first when a backward that began a pass is over."""
         self.pass_done: Callable[[], object] = lambda: None
         """Called when the gradients of a pass of this rank's own are in place."""
+        self.timeline = Timeline(is_on_host=groups.is_on_host)
+        self.replica_check = ReplicaCheck(settings.check_replicas_every)
+        self.finite_check = FiniteCheck(settings.check_finite)
         self.last_words: ControlWords | None = None
         self.failure: str | None = None
         self._pass: weakref.ref[Attendance] | None = None
@@ -160,6 +166,7 @@ class Reducer(Planned, ReducerSurface):
             self._complete_abandoned()
         self.num_backwards += 1
         if not self.synchronizes:
+            self.timeline.gradient_unsynced()
             return False
         self.settle()
         refuse_compiled_autograd(self.rank)
@@ -193,6 +200,8 @@ class Reducer(Planned, ReducerSurface):
         self._cursor = 0
         self._is_complete = False
         self._is_open = True
+        self.finite_check.start_pass()
+        self.timeline.pass_begins(self.num_passes, len(self.buckets))
 
     # ------------------------------------------------------------- a gradient arrives
 
@@ -217,6 +226,7 @@ class Reducer(Planned, ReducerSurface):
         elif self._counts[index] == self._expected[index]:
             bucket.waiting -= 1
             if bucket.waiting == 0:
+                self.timeline.bucket_ready(number)
                 self._launch_complete()
 
     def _launch_complete(self) -> None:
@@ -232,6 +242,7 @@ class Reducer(Planned, ReducerSurface):
 
     def _collect(self, bucket: Bucket) -> None:
         self._put_carried_aside(bucket.plan.indices)
+        self.finite_check.look(bucket.plan.indices, bucket.parameters)
         bucket.collect(self.touched, self.contribution_scale)
 
     def _start(self, bucket: Bucket) -> None:
@@ -248,6 +259,7 @@ class Reducer(Planned, ReducerSurface):
             if cause is error:
                 raise
             raise cause from error
+        self.timeline.bucket_launched(bucket.number, bucket.work)
 
     @property
     def contribution_scale(self) -> float:
@@ -310,11 +322,13 @@ class Reducer(Planned, ReducerSurface):
     def end_backward(self) -> bool:
         """Launch what is left; returns whether this was a pass at all (``torch.autograd.grad`` is none)."""
         self._pass = None
+        self.timeline.local_ends()
         self._backward_s = time.perf_counter() - self._begin_s
         self._read_written()
         self.backward_over()
         if not any(self._counts) and not is_accumulating(self._forward_thread):
             self._is_open = False
+            self.timeline.pass_is_over()
             return False
         self._prepare_first_pass()
         self._launch_rest(RankState.TRAINING)
@@ -336,8 +350,10 @@ class Reducer(Planned, ReducerSurface):
         self.pass_done()
 
     def _launch_rest(self, state: RankState) -> None:
+        self.timeline.local_ends()
         self._put_converted_aside()
         self._put_carried_aside(self.plan.sparse)
+        self.finite_check.look(self.plan.sparse, [self.parameters[i] for i in self.plan.sparse])
         for bucket in self.buckets[self._cursor : -1]:
             self._launch(bucket)
         self._cursor = len(self.buckets)
@@ -369,6 +385,7 @@ class Reducer(Planned, ReducerSurface):
 
     def _write_words(self, target: Words, state: RankState) -> None:
         high, low = split_weight(self.gradient_weight)
+        data_s, forward_s, backward_s, optimizer_s = self.timeline.local_times()
         slot = Slot(
             state=state,
             pass_number=self.num_passes % WORD_LIMIT,
@@ -376,8 +393,20 @@ class Reducer(Planned, ReducerSurface):
             change_digest=change_digest(self._change),
             weight_high=high,
             weight_low=low,
+            data_s=data_s,
+            forward_s=forward_s,
+            backward_s=backward_s,
+            optimizer_s=optimizer_s,
+            replica_digest=self._replica_digest(state),
+            non_finite=self.finite_check.word(),
         )
         write_words(target, self._used(), self._late, slot, self.rank, len(self.specs))
+
+    def _replica_digest(self, state: RankState) -> int:
+        """Return a digest of the parameters if this pass is one that compares them, and has to leave them equal."""
+        owns_result = self.hook is None or not self.hook.divides
+        is_due = self.replica_check.is_due(self.num_passes) and state is RankState.TRAINING and self._change is None
+        return self.replica_check.word(self.parameters) if is_due and owns_result else 0
 
     def _used(self) -> list[int] | None:
         """Parameters with a contribution, None if all have one; a touched one whose gradient is gone has none."""
@@ -403,7 +432,8 @@ class Reducer(Planned, ReducerSurface):
                 self._take_change()
             elif learns:
                 self._learn(joined)
-        except ContractError:
+            self.timeline.pass_ends(tuple(slot.local_times for slot in words.slots))
+        except (ContractError, NonFiniteError):
             raise
         except BaseException as error:
             self.fail(error)
@@ -413,6 +443,7 @@ class Reducer(Planned, ReducerSurface):
 
     def _close_pass(self) -> None:
         self._is_open = False
+        self.timeline.pass_is_over()
         self._change = None
         self._converted = {}
         self.num_passes += 1
@@ -421,16 +452,22 @@ class Reducer(Planned, ReducerSurface):
             bucket.work = None
 
     def _wait(self) -> ControlWords:
-        if not self._words_ride:  # first: these were launched last, so they tell when to wait for buckets has no end
-            self.groups.wait_for_words(self._words_work)
+        words_are_due = not self._words_ride
         for bucket in self.buckets:
+            self.timeline.wait_begins(bucket.number)
+            if words_are_due:  # first: they were launched last, so after them no wait for a bucket is without an end
+                self.groups.wait_for_words(self._words_work)
+                words_are_due = False
             if self.hook is not None:
                 self.hook.wait(bucket, [self.names[i] for i in bucket.plan.indices])
             else:
                 self.groups.wait_for_bucket(bucket.work, bucket.number)
+            self.timeline.wait_ends(bucket.number)
         if self._words_ride:
             return read_words(self.buckets[-1].buffer.words, len(self.specs))
         assert self._words is not None
+        if words_are_due:
+            self.groups.wait_for_words(self._words_work)
         return read_words(self._words.numpy(), len(self.specs))
 
     def _check(self, words: ControlWords) -> None:
@@ -444,6 +481,12 @@ class Reducer(Planned, ReducerSurface):
             self._drop_gradients()
             raise self.groups.waits.cause_of(error) from None
         check_same_pass(words.slots, self.rank)
+        try:
+            self.replica_check.check(words.slots, self.num_passes, self.names, self.parameters, self.control_group)
+            check_finite(words.slots, self.rank, self.num_passes, self.names, self.bucket_of)
+        except (ContractError, NonFiniteError):
+            self._drop_gradients()
+            raise
 
     def _drop_gradients(self) -> None:
         for parameter in self.parameters:

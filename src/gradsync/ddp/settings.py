@@ -22,6 +22,10 @@ class Settings:
 
     caps_bytes: Sequence[float]
     reduction: Reduction = Reduction.MEAN
+    check_replicas_every: int = 0
+    """Passes between comparisons of the ranks' parameters; 0 for none."""
+    check_finite: bool = False
+    """Whether to look for gradients that are infinite or not a number before they are averaged."""
     soft_limit_s: float | None = None
     """How long to wait for the other ranks; None for the process's own limit."""
     tunes_buckets: bool = False

@@ -59,7 +59,8 @@ class TensorBoard:
         numbers = record.as_json()
         step = numbers.pop("step")
         for name, value in numbers.items():
-            self._writer.add_scalar(name, value, step)
+            if isinstance(value, int | float):
+                self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Flush the events."""

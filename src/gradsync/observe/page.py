@@ -5,8 +5,10 @@ script draws them. Nothing is fetched, and nothing in a run (a sample, a path) c
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from html import escape
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ MAX_POINTS = 2000
 _MAX_SAMPLES = 40
 _CURVES = ("loss", "val_loss", "lr", "grad_norm", "tokens_per_s", "mfu", "accuracy", "accuracy_normalised")
 _PLACE = "/*DATA*/"
+TIMELINE_FILE = "timeline.json"
+"""The recording of a traced run in its folder; see ``trace``."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,9 @@ class RunReport:
     config: dict[str, Any]
     starts: list[dict[str, Any]]
     skipped: list[int]
+    timeline: dict[str, Any] | None = None
+    late: list[tuple[int, int, str, float]] = field(default_factory=list)
+    """When a rank held the others up: step, rank, phase, seconds a step."""
 
 
 def read_run(folder: Path, name: str, config: dict[str, Any]) -> RunReport:
@@ -43,17 +50,48 @@ def read_run(folder: Path, name: str, config: dict[str, Any]) -> RunReport:
         config=config,
         starts=_json_lines(folder / "starts.jsonl"),
         skipped=[record["step"] for record in records if record.get("skipped")],
+        timeline=_timeline(folder / TIMELINE_FILE),
+        late=[
+            (record["step"], late["rank"], late["phase"], late["delay_s"])
+            for record in records
+            if (late := record.get("late"))
+        ],
     )
 
 
 def render(runs: Sequence[RunReport]) -> str:
     """Return the page as HTML."""
-    data = json.dumps([asdict(run) for run in runs], allow_nan=False)
-    # Inside a script element only these could end it or begin a comment.
-    safe = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-    template = resources.files("gradsync.observe").joinpath("page.html").read_text(encoding="utf-8")
-    assert template.count(_PLACE) == 1
-    return template.replace(_PLACE, safe)
+    return fill("page.html", {_PLACE: as_script_data([asdict(run) for run in runs])})
+
+
+def render_recording(recording: Mapping[str, Any], name: str) -> str:
+    """Return a page about a recording alone (see ``trace``)."""
+    title = escape(f"{name}: a few steps of {len(recording['ranks'])} rank(s)")
+    return fill("timeline.html", {"/*TITLE*/": title, _PLACE: as_script_data(recording)})
+
+
+def as_script_data(data: Any) -> str:
+    """Return data as JSON that can stand inside a script element, where only these could end it or begin a comment."""
+    text = json.dumps(data, allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def fill(template: str, places: dict[str, str]) -> str:
+    """Return a page of this package with the shared drawings, and with each place in it replaced."""
+    shared = {
+        "/*BASE CSS*/": "base.css",
+        "/*TIMELINE CSS*/": "timeline.css",
+        "/*TIMELINE JS*/": "timeline.js",
+    }
+    values = {**{place: _resource(name) for place, name in shared.items()}, **places}
+    page = _resource(template)
+    assert all(place in page for place in places)
+    # in one go: what is put in is not searched for places again
+    return re.sub("|".join(map(re.escape, values)), lambda found: values[found[0]], page)
+
+
+def _resource(name: str) -> str:
+    return resources.files("gradsync.observe").joinpath(name).read_text(encoding="utf-8")
 
 
 def thin_out(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
@@ -78,6 +116,13 @@ def _samples(folder: Path) -> list[tuple[int, str]]:
     if len(paths) > _MAX_SAMPLES:
         paths = [paths[i * (len(paths) - 1) // (_MAX_SAMPLES - 1)] for i in range(_MAX_SAMPLES)]
     return [(int(path.stem.removeprefix("step-")), path.read_text(encoding="utf-8")) for path in paths]
+
+
+def _timeline(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    recording = json.loads(path.read_text(encoding="utf-8"))
+    return recording if isinstance(recording, dict) else None
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:

@@ -18,6 +18,8 @@ class StepRecord:
     accuracy_normalised: float | None = None
     mfu: float | None = None
     skipped: bool = False
+    late: dict[str, Any] | None = None
+    """The rank that the others wait for: ``rank``, ``phase`` and ``delay_s``."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the object written to ``metrics.jsonl``; what does not apply is left out."""
@@ -28,7 +30,7 @@ class StepRecord:
             "grad_norm": self.grad_norm,
             "tokens_per_s": round(self.tokens_per_s, 1),
         }
-        for name in ("val_loss", "accuracy", "accuracy_normalised", "mfu"):
+        for name in ("val_loss", "accuracy", "accuracy_normalised", "mfu", "late"):
             if getattr(self, name) is not None:
                 line[name] = getattr(self, name)
         if self.skipped:

@@ -41,6 +41,8 @@ class Wanted:
     flow: Flow
     compile_block: Callable[[nn.Module], None] | None = None
     training: Context = nullcontext
+    check_replicas_every: int | None = None
+    """As of ``DistributedDataParallel``."""
 
 
 def check(model: GPT2, wanted: Wanted) -> None:
@@ -76,7 +78,7 @@ def _alone(model: GPT2, wanted: Wanted) -> Whole:
 def _replicated(model: GPT2, wanted: Wanted) -> Replica:
     """DDP over all ranks; ZeRO is the same model with another optimizer."""
     replica = _alone(model, wanted)
-    wrapped = DistributedDataParallel(model, reduction="sum")
+    wrapped = DistributedDataParallel(model, reduction="sum", check_replicas_every=wanted.check_replicas_every)
     replica.data_rank, replica.data_world = wrapped.reducer.rank, wrapped.reducer.world_size
     return replica.wrapped_in(wrapped, wrapped.no_sync)
 
@@ -101,7 +103,7 @@ def _divided(model: GPT2, wanted: Wanted, mesh: Mesh) -> Replica:
             shard_parameters(stage, stage.blocks, mesh.data)
         held.update(held_in_mesh(stage, dims, GPT2_LAYOUT, mesh, is_fully_sharded))
         is_replicated = degrees.data > 1 and not is_fully_sharded
-        runnable.append(_data_parallel(stage, mesh) if is_replicated else stage)
+        runnable.append(_data_parallel(stage, mesh, wanted) if is_replicated else stage)
     if degrees.pipeline > 1:
         return Pipelined(stages, runnable, held, mesh, vocabulary, wanted.flow)
     replica = Shared(stages[0], held, mesh, vocabulary)
@@ -120,8 +122,11 @@ def _own_stages(model: GPT2, wanted: Wanted, mesh: Mesh) -> list[Stage]:
     return [Stage(model, parts[index], wanted.training).to(mesh.device) for index in own]
 
 
-def _data_parallel(module: nn.Module, mesh: Mesh) -> DistributedDataParallel:
-    return DistributedDataParallel(module, process_group=mesh.data.get_group(), reduction="sum")
+def _data_parallel(module: nn.Module, mesh: Mesh, wanted: Wanted) -> DistributedDataParallel:
+    every = wanted.check_replicas_every
+    return DistributedDataParallel(
+        module, process_group=mesh.data.get_group(), reduction="sum", check_replicas_every=every
+    )
 
 
 def _compile(blocks: list[nn.Module], wanted: Wanted) -> None:

@@ -55,7 +55,8 @@ def build(config: TrainConfig, rank: int, world: int, device: torch.device, mode
     model = initial_model(config, corpus.tokenizer)
     model.activation_checkpointing = config.activation_checkpointing
     flow = Flow(config.schedule, plan.accumulation, plan.micro_batch, plan.context)
-    wanted = Wanted(config.strategy, degrees, flow, compile_block if config.compile else None, modes.training)
+    compiled = compile_block if config.compile else None
+    wanted = Wanted(config.strategy, degrees, flow, compiled, modes.training, config.check_replicas_every)
     check(model, wanted)
     counts = model.num_parameters(), model.estimate_flops_per_token()
     return Material(plan, corpus, loader, model, model.config, wanted, examples, *counts)

@@ -185,6 +185,19 @@ class TrainConfig:
     hellaswag: str | None = _option(
         None, "JSON-lines file of completion tasks; their accuracy is taken with each validation", "evaluation"
     )
+    trace: bool = _option(
+        False,
+        "trace a few steps of all ranks: trace.json for Perfetto, and the report's timeline",
+        "output",
+        per_start=True,
+    )
+    trace_steps: int = _option(10, "how many steps --trace records", "output", per_start=True, at_least=1)
+    straggler_every: int = _option(
+        50, "steps between looks at which rank the others wait for; 0 for none", "output", per_start=True, at_least=0
+    )
+    check_replicas_every: int = _option(
+        100, "steps between comparisons of all ranks' parameters; 0 for none", "hardware", per_start=True, at_least=0
+    )
     tensorboard: bool = _option(True, "write TensorBoard events where tensorboard is installed", "output")
 
     def __post_init__(self) -> None:

@@ -34,6 +34,7 @@ from gradsync.train.ranks import Ranks, together
 from gradsync.train.runfolder import RunFolder
 from gradsync.train.sample import SampleOptions, stream_text
 from gradsync.train.trainer import Outcome, Parts, Trainer
+from gradsync.train.watching import NoWatch, Watch, watch_of
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Job:
         self._writer = BackgroundWriter(self._checkpoints, not config.async_checkpoints, self._tell_saved)
         self._peak_flops = peak_flops(_device_name(place.device), self._modes.dtype_name)
         self._sinks: list[Sink] = []
+        self._watch: Watch = NoWatch()
         self._assembly: Assembly
 
     def run(self) -> Outcome:
@@ -69,12 +71,15 @@ class Job:
         self._checkpoints.clean()
         self._assembly = assemble(self._config, self._material, self._place.device)
         self._material = replace(self._material, model=None)
+        self._watch = watch_of(self._assembly.replica.ddp, self._config, self._folder.path, self.note)
         step = self._restore() if self._config.resume else 0
         self._open_records(step)
         self._announce()
         self._place.view.begin(step, self._config.steps)
         try:
-            return Trainer(self._config, self._parts(), self, step).run()
+            outcome = Trainer(self._config, self._parts(), self, step).run()
+            self._watch.finish()
+            return outcome
         finally:
             self._writer.abandon()
             for sink in self._sinks:
@@ -142,6 +147,7 @@ class Job:
     def tell(self, record: StepRecord) -> None:
         """Keep and show a finished step."""
         self._writer.poll()
+        record = replace(record, late=self._watch.step(record.step))
         if self._peak_flops is not None:
             flops = record.tokens_per_s * self._material.flops_per_token
             record = replace(record, mfu=flops / (self._peak_flops * self._place.ranks.world))

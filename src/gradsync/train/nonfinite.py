@@ -28,15 +28,41 @@ def find_sequences(
         ]
 
 
-def explain(ranks: Ranks, step: int, found: list[int], grad_norm: float, lost_ranks: list[int]) -> str:
+def find_parameter(replica: Replica, micro_batches: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> str:
+    """Return where in backward a gradient of this rank first was not finite: a parameter, and its bucket if any.
+
+    Without buckets backward is taken to go from the last parameter to the first. Empty if every gradient is finite, and
+    where several ranks run a model together.
+    """
+    if replica.is_collective:
+        return ""
+    buckets = [] if replica.ddp is None else replica.ddp.report().buckets
+    bucket_of = {place.name: bucket.number for bucket in buckets for place in bucket.parameters}
+    trained = {name: held.tensor for name, held in replica.held.items() if _is_trained(held.tensor)}
+    order = [name for name in bucket_of if name in trained] or list(reversed(trained))
+    with in_evaluation(replica):
+        for inputs, targets in micro_batches:
+            loss = replica.summed_loss(inputs.to(device), targets.to(device))
+            gradients = torch.autograd.grad(loss, [trained[name] for name in order], allow_unused=True)
+            for name, gradient in zip(order, gradients, strict=True):
+                if gradient is not None and not bool(torch.isfinite(gradient).all()):
+                    return f"{name}, bucket {bucket_of[name]}" if name in bucket_of else name
+    return ""
+
+
+def explain(
+    ranks: Ranks, step: int, found: list[int], grad_norm: float, lost_ranks: list[int], parameter: str = ""
+) -> str:
     """Return one sentence about a step that was not finite; every rank must call it."""
+    first_in = ranks.gather(parameter)
     by_rank = {rank: numbers for rank, numbers in enumerate(ranks.gather(found)) if numbers}
     what = "the loss" if lost_ranks else f"the gradient (norm {grad_norm})"
     where = lost_ranks or list(by_rank)
     places = []
     for rank in where:
         numbers = ", ".join(map(str, by_rank.get(rank, []))) or "none by itself"
-        places.append(f"rank {rank} (sequences: {numbers})")
+        first = f"; first in {first_in[rank]}" if first_in[rank] else ""
+        places.append(f"rank {rank} (sequences: {numbers}{first})")
     return f"step {step}: {what} is not finite on {', '.join(places) or 'the sum of all ranks only'}"
 
 

@@ -19,13 +19,13 @@ from torch.optim import Optimizer
 
 from gradsync.data.loader import GlobalBatchLoader
 from gradsync.ddp.sharded_optimizer import ZeroRedundancyOptimizer
-from gradsync.errors import CheckpointError, NonFiniteError
+from gradsync.errors import CheckpointError, ContractError, NonFiniteError
 from gradsync.observe.records import StepRecord
 from gradsync.parallel.replica import Replica
 from gradsync.train.config import TrainConfig
 from gradsync.train.interrupt import StopReason, StopRequests
 from gradsync.train.modes import Modes
-from gradsync.train.nonfinite import explain, find_sequences
+from gradsync.train.nonfinite import explain, find_parameter, find_sequences
 from gradsync.train.optim import Schedule, set_lr
 from gradsync.train.ranks import Ranks
 from gradsync.train.vote import StepVote, Verdict
@@ -142,7 +142,10 @@ class Trainer:
 
         on_device = [(inputs.to(parts.device), targets.to(parts.device)) for inputs, targets in micro_batches]
         # See [Note: Exact averaging].
-        parts.replica.forward_backward(on_device, parts.loader.tokens_per_step, vote)
+        try:
+            parts.replica.forward_backward(on_device, parts.loader.tokens_per_step, vote)
+        except ContractError as error:  # the engine counts passes since this start
+            raise ContractError(f"step {self.step + 1}: {error}") from error
         return votes[0]
 
     def _clip_gradients(self) -> float:
@@ -156,7 +159,8 @@ class Trainer:
         parts = self._parts
         with parts.modes.elsewhere():
             found = find_sequences(parts.replica, micro_batches, numbers, parts.device)
-        message = explain(parts.ranks, self.step + 1, found, grad_norm, verdict.non_finite_ranks)
+            place = find_parameter(parts.replica, micro_batches, parts.device) if found else ""
+        message = explain(parts.ranks, self.step + 1, found, grad_norm, verdict.non_finite_ranks, place)
         if self._config.non_finite == "stop":
             raise NonFiniteError(
                 f"{message}; the last checkpoint is from before it. "

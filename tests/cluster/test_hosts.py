@@ -1,0 +1,54 @@
+"""Several hosts made of network namespaces: they meet and train; what goes wrong with one is said by the others."""
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hosts import Host, hosts, outputs
+from rank_program import batch, make_model
+
+PROGRAM = str(Path(__file__).with_name("rank_program.py"))
+TIMEOUT_S = 8.0
+PATIENCE_S = 60.0
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def three_hosts() -> Iterator[list[Host]]:
+    with hosts(3) as made:
+        yield made
+
+
+def start(
+    made: list[Host], num_steps: int, timeout_s: float, variables: dict[int, dict[str, str]] | None = None
+) -> "list[subprocess.Popen[str]]":
+    """Start one rank a host; the first host is the one where they meet."""
+    common = {"WORLD_SIZE": str(len(made)), "MASTER_ADDR": made[0].name, "MASTER_PORT": "29512", "LOCAL_RANK": "0"}
+    common["LOCAL_WORLD_SIZE"] = "1"
+    return [
+        host.start(PROGRAM, str(num_steps), str(timeout_s), **common, RANK=str(rank), **(variables or {}).get(rank, {}))
+        for rank, host in enumerate(made)
+    ]
+
+
+def trained_alone(world: int, num_steps: int) -> float:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        loss = sum(model(batch(rank, step)).square().mean() for rank in range(world)) / world
+        loss.backward()
+        optimizer.step()
+    return sum(float(parameter.detach().double().sum()) for parameter in model.parameters())
+
+
+def test_hosts_meet_by_name_and_a_slow_link_changes_nothing(three_hosts: list[Host]) -> None:
+    three_hosts[1].slow_down("20mbit")
+    processes = start(three_hosts, 20, 30.0)
+    for rank, output in enumerate(outputs(processes, PATIENCE_S)):
+        assert processes[rank].returncode == 0, output
+        value = float(output.split("finished ")[1].split()[0])
+        assert value == pytest.approx(trained_alone(3, 20), abs=1e-4)
