@@ -62,7 +62,10 @@ def _tell(error: BaseException) -> str:
         watch.report(error)
         return ""
     explained = watch.explain(error, range(watch.world))
-    return "" if explained is error else str(explained)
+    if explained is not error:
+        return str(explained)
+    watch.report(error)  # it only looked like an echo: nobody has failed before
+    return ""
 
 
 class _LastWords:
@@ -90,12 +93,13 @@ def _at_exit(words: _LastWords) -> None:
     if watch is not None and is_store_alive and (_takes_store_along or not words.has_spoken):
         _bounded(lambda: watch.leave(_takes_store_along))
     if words.has_spoken:
-        _end_now()
+        end_now(1)
 
 
-def _end_now() -> NoReturn:
+def end_now(code: int) -> NoReturn:
     """End without the interpreter's shutdown, in which a group with work under way waits for its peers."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a data loader's handler would complain about what follows
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a data loader's handler would complain about what follows
     for child in multiprocessing.active_children():
         if child.daemon:
             child.terminate()
@@ -103,7 +107,7 @@ def _end_now() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    os._exit(1)
+    os._exit(code)
 
 
 def _is_a_rank() -> bool:

@@ -22,11 +22,12 @@ from gradsync.comm.launchers import adopt
 from gradsync.comm.parent import end_with_parent
 from gradsync.comm.roll_call import Card, meet, no_connection
 from gradsync.comm.store import is_served_by_launcher
-from gradsync.comm.watch import DEFAULT_SOFT_LIMIT_S, set_soft_limit
+from gradsync.comm.watch import DEFAULT_SOFT_LIMIT_S, set_soft_limit, stop_all
 from gradsync.errors import BackendError, ConfigError
 
 logger = logging.getLogger("gradsync")
 
+_LAST_LOOK_S = 1.0
 _ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 
 
@@ -165,4 +166,5 @@ def _check_environment(world_size: int, rank: int) -> None:
 def destroy_process_group() -> None:
     """Shut the default process group down, and with it all others; harmless when there is none."""
     if dist.is_initialized():
+        stop_all(_LAST_LOOK_S)
         dist.destroy_process_group()

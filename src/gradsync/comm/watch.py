@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ _TOLD_S = 0.3  # the same where the other rank may well go on
 _NOTED_S = 1.0
 _AFTER_LEAVING_S = 1.0
 _LAST_LOOK_S = 1.0
+_STUCK_S = 3.0
 _STACK_LINES = 6
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
@@ -57,6 +58,9 @@ class Watch:
         self.bucket: int | None = None
         self.waiting: Waits | None = None
         self.error: GradsyncError | None = None
+        self.when_stuck: Callable[[GradsyncError], None] | None = None
+        """Called, on the watch's thread, when an error is known and the rank has not raised it after a while."""
+        self.has_raised = False
         self.is_deaf = False
         """The store is gone, and with it all that the ranks could tell each other."""
         self._excuse = ""
@@ -65,6 +69,7 @@ class Watch:
         self._waiter = threading.main_thread().ident
         self._is_over = threading.Event()
         self._hurries = 0
+        self._known_since_s = 0.0
         self._thread = threading.Thread(target=self._run, name="gradsync-watch", daemon=True)
 
     def start(self) -> None:
@@ -105,9 +110,15 @@ class Watch:
         if takes_store_along:
             self._poll(_NOTED_S, lambda: self._ledger.have_noted(number, others))
 
+    def raised(self) -> GradsyncError:
+        """Return the error for raising it: a new object, since it may be raised many times and on several threads."""
+        assert self.error is not None
+        self.has_raised = True
+        return type(self.error)(str(self.error))
+
     def forget(self) -> None:
         """Forget an error, because the ranks have agreed to go on."""
-        self.error = None
+        self.error, self.has_raised = None, False
 
     def where(self) -> Place:
         """Return where this rank is now."""
@@ -125,7 +136,7 @@ class Watch:
                 self._poll(_POSTED_S if members else _TOLD_S, lambda: self.error is not None or self.is_deaf)
                 if self.error is None and not self.is_deaf and members:
                     self.error = self._missing(error, members)
-        return error if self.error is None else fresh(self.error)
+        return error if self.error is None else self.raised()
 
     def _missing(self, error: BaseException, members: Sequence[int]) -> GradsyncError | None:
         """Ask who is still there, after a connection was lost and nobody has said why."""
@@ -175,6 +186,7 @@ class Watch:
     def _look(self) -> None:
         for number, event in self._ledger.new_events():
             self._take(number, event)
+        self._look_after_error()
         waiting = self.waiting
         if waiting is None:
             return
@@ -182,6 +194,13 @@ class Watch:
             waiting.interrupt(self.error)
         elif 0 < self._limit_of(waiting) < time.monotonic() - waiting.since_s:
             self._inquire(waiting)
+
+    def _look_after_error(self) -> None:
+        """A main thread that is stuck where nobody can interrupt it (in the store, say) does not hear of an error."""
+        if self.error is None or self.has_raised or self.when_stuck is None:
+            self._known_since_s = time.monotonic()
+        elif time.monotonic() - self._known_since_s > _STUCK_S:
+            self.when_stuck(self.error)
 
     def _limit_of(self, waiting: "Waits") -> float:
         """Who has ended will not come any more, however long one waits."""
@@ -272,7 +291,7 @@ class Waits:
     def check(self) -> None:
         """Raise if the ranks are known to have lost each other."""
         if self._watch is not None and self._watch.error is not None:
-            raise fresh(self._watch.error)
+            raise self._watch.raised()
 
     def wait(self, work: Any, bucket: int | None = None) -> None:
         """Wait for a work.
@@ -286,7 +305,7 @@ class Waits:
             work.wait()
             return
         if watch.error is not None:
-            raise fresh(watch.error)
+            raise watch.raised()
         self.since_s = time.monotonic()
         watch.bucket = bucket
         watch.waiting = self
@@ -332,7 +351,7 @@ class Waits:
     def _wait_in_slices(work: Any, watch: Watch) -> None:
         while not _is_over_within(work, _SLICE):
             if watch.error is not None:
-                raise fresh(watch.error)
+                raise watch.raised()
         work.wait()
 
 
@@ -343,11 +362,6 @@ def _is_over_within(work: Any, limit: timedelta) -> bool:
     except RuntimeError:
         return bool(work.is_completed())
     return True
-
-
-def fresh(error: GradsyncError) -> GradsyncError:
-    """Return the same error as a new object, since one may be raised many times and on several threads."""
-    return type(error)(str(error))
 
 
 _SLICE = timedelta(seconds=0.2)
@@ -371,6 +385,12 @@ def stack_of(thread: int | None) -> tuple[str, ...]:
             lines.append(f"{Path(path).name}:{number} in {name}{': ' if source else ''}{source}")
         frame = frame.f_back
     return tuple(reversed(lines))
+
+
+def excused(what: str) -> AbstractContextManager[None]:
+    """Ask the other ranks to be patient while this rank alone does something long."""
+    watch = watch_of_world()
+    return nullcontext() if watch is None else watch.excused(what)
 
 
 def wait_for(group: Any, work: Any) -> None:
