@@ -158,3 +158,36 @@ def test_only_the_last_passes_are_kept(clock):
     for number in range(100):
         run_pass(timeline, clock, number)
     assert [raw.number for raw in timeline.passes] == list(range(68, 100))
+
+
+class Event:
+    """Stands for a CUDA event: knows when it was recorded by the test's clock."""
+
+    clock: Clock
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = self.clock.now
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, other):
+        return (other.at - self.at) / MS
+
+
+def test_on_a_gpu_events_tell_what_was_waited_for_and_only_while_recording(clock, monkeypatch):
+    monkeypatch.setattr("torch.cuda.Event", Event)
+    Event.clock = clock
+    timeline = Timeline(is_on_host=False)
+    timeline.record(1)
+    run_pass(timeline, clock)
+    run_pass(timeline, clock, number=1)
+    recorded, other = (record_of(raw, is_on_host=False) for raw in timeline.passes)
+    assert [bucket.wait_s for bucket in recorded.buckets] == pytest.approx([0.002, 0.003])
+    assert recorded.exposed_s == pytest.approx(0.005)
+    assert recorded.communication_s is None
+    assert other.exposed_s is None
+    assert [bucket.done_s for bucket in (*recorded.buckets, *other.buckets)] == [None] * 4

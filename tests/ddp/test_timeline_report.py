@@ -85,3 +85,12 @@ def test_a_report_is_plain_numbers():
     assert facts["passes"][0]["hidden_s"] == pytest.approx(0.0041)
     assert facts["findings"]["worst_parameter"] is None
     assert facts["buckets"][1]["parameters"][1] == {"name": "layer1.1", "num_bytes": 5000, "offset_bytes": 0}
+
+
+def test_of_a_gpu_it_says_what_is_not_known():
+    buckets = (BucketTimes(0, 0.01, 0.01, None, None), BucketTimes(1, None, 0.016, None, None))
+    record = PassRecord(5, 3.0, 0.1, False, (), buckets)
+    found = report([record])
+    assert found.verdict == "a step takes 100 ms; what a GPU waits for is known while profile() records"
+    assert found.findings.worst_bucket is None
+    assert found.as_json()["passes"][0]["exposed_s"] is None

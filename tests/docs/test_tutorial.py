@@ -36,6 +36,6 @@ def test_every_command_does_what_the_page_says(tmp_path):
     assert "finished step 40 of 40, validation loss" in result.stdout
     assert result.stdout.count("nats per token, perplexity") == 2
     names = {path.name for path in (tmp_path / "runs" / "first").iterdir()}
-    assert {"config.yaml", "metrics.jsonl", "starts.jsonl", "checkpoints", "samples"} <= names
+    assert {"config.yaml", "metrics.jsonl", "starts.jsonl", "checkpoints", "samples", "trace.json"} <= names
     assert (tmp_path / "report.html").stat().st_size > 10_000
     assert {path.name for path in (tmp_path / "exported").iterdir()} >= {"config.json", "model.safetensors"}

@@ -105,6 +105,12 @@ def test_replicas_that_differ_are_not_called_equal():
     assert TEXTS["en"]["is_different"] in page
 
 
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"ranks": []}'])
+def test_a_damaged_recording_does_not_spoil_the_report(tmp_path, content):
+    (tmp_path / "timeline.json").write_text(content)
+    assert read_run(tmp_path, "run", {}).timeline is None
+
+
 def pages(folder):
     (folder / "timeline.json").write_text(json.dumps(make_recording(NASTY)))
     return {

@@ -25,9 +25,13 @@ class Layout:
     strategy: Any = "ddp"
     schedule: Any = "1f1b"
     micro_batches: int = 2
-    config: Any = GPT2Config(num_layers=4, num_heads=6, width=24, context=CONTEXT, vocab_size=101)
+    layers: int = 2
     frozen: tuple[str, ...] = ()
     checkpointing: bool = False
+
+    @property
+    def config(self) -> GPT2Config:
+        return GPT2Config(num_layers=self.layers, num_heads=6, width=24, context=CONTEXT, vocab_size=101)
 
 
 def make_model(layout: Layout) -> GPT2:

@@ -76,6 +76,7 @@ def test_strategies_divide_what_they_say(folder):
     assert figure(zero, "parameters   ") == figure(whole, "parameters   ")
     assert figure(zero, "moments") == pytest.approx(figure(whole, "moments") / 2, abs=0.1)
     assert figure(fsdp, "parameters   ") == pytest.approx(figure(whole, "parameters   ") / 2, abs=0.1)
+    assert [line for line in fsdp if "checkpoints of" in line] == [line for line in whole if "checkpoints of" in line]
     tensor, pipeline = lines(2, tp=2), lines(2, pp=2)
     assert figure(tensor, "parameters   ") < 0.6 * figure(whole, "parameters   ")
     assert figure(pipeline, "parameters   ") < 0.7 * figure(whole, "parameters   ")

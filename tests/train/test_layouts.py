@@ -7,22 +7,32 @@ import pytest
 import torch
 
 from gradsync.train.checkpoint import open_checkpoint
+from gradsync.train.ranks import Group
 from gradsync.train.storage import load_tensors, read_index
-from training_jobs import losses, metrics, options_for, train, train_on_rank, write_text
+from training_jobs import Notebook, losses, metrics, options_for, train, train_on_rank, write_text
 
-SHAPE = {"layers": 2, "heads": 2, "width": 16, "lr": 1e-2, "eval_every": 25, "eval_tokens": 64, "sample_tokens": 3}
+SHAPE = {
+    "layers": 2,
+    "heads": 2,
+    "width": 16,
+    "lr": 1e-2,
+    "eval_every": 25,
+    "eval_tokens": 64,
+    "sample_tokens": 3,
+    "check_replicas_every": 10,
+}
 LAYOUTS = {
     "zero": (2, {"strategy": "zero"}),
     "fsdp": (2, {"strategy": "fsdp"}),
-    "tensor": (2, {"tp": 2}),
+    "tensor": (2, {"tp": 2, "layers": 1}),
     "gpipe": (2, {"pp": 2, "schedule": "gpipe"}),
     "1f1b": (2, {"pp": 2}),
     "interleaved": (2, {"pp": 2, "schedule": "interleaved", "layers": 4}),
-    "ddp x tensor": (4, {"dp": 2, "tp": 2}),
+    "ddp x tensor": (4, {"dp": 2, "tp": 2, "layers": 1}),
     "ddp x pipeline": (4, {"dp": 2, "pp": 2}),
-    "fsdp x tensor": (4, {"strategy": "fsdp", "dp": 2, "tp": 2}),
+    "fsdp x tensor": (4, {"strategy": "fsdp", "dp": 2, "tp": 2, "layers": 1}),
     "fsdp x pipeline": (4, {"strategy": "fsdp", "dp": 2, "pp": 2}),
-    "tensor x pipeline": (4, {"tp": 2, "pp": 2}),
+    "tensor x pipeline": (4, {"tp": 2, "pp": 2, "micro_batch": 4}),
 }
 
 
@@ -80,7 +90,7 @@ def test_a_run_goes_on_under_any_other_layout(tmp_path, request):
     for name in CHAIN:
         world, options = RESUMABLE[name]
         pool = request.getfixturevalue("ranks" if world == 2 else "ranks4")
-        pool(train_on_rank, replace(broken, resume=True, **options), timeout_s=60)
+        pool(train_on_rank, replace(broken, resume=True, **{**options, "layers": 2}), timeout_s=60)
     assert losses(broken) == pytest.approx(losses(straight), abs=1e-5)
     expected, got = saved_tensors(straight, steps), saved_tensors(broken, steps)
     assert expected.keys() == got.keys()
@@ -95,10 +105,62 @@ def test_a_run_goes_on_under_any_other_layout(tmp_path, request):
 def test_stopped_and_resumed_is_the_unbroken_run_bit_for_bit(tmp_path, ranks, name):
     write_text(tmp_path)
     _, options = LAYOUTS[name]
-    straight = options_for(tmp_path, run=str(tmp_path / "straight"), dropout=0.2, **SHAPE, **options)
+    straight = options_for(tmp_path, run=str(tmp_path / "straight"), dropout=0.2, **{**SHAPE, **options})
     broken = replace(straight, run=str(tmp_path / "broken"), stop_after=3)
     for config in (straight, broken, replace(broken, resume=True, stop_after=None)):
         ranks(train_on_rank, config)
     assert losses(broken) == losses(straight)
     expected, got = saved_tensors(straight, 6), saved_tensors(broken, 6)
     assert [name for name, tensor in expected.items() if not torch.equal(got[name], tensor)] == []
+
+
+@pytest.mark.parametrize("name", ["zero", "fsdp", "tensor", "1f1b"])
+def test_completion_tasks_are_shared_out_whatever_the_layout(tmp_path, ranks, name):
+    """Three tasks on two ranks: whoever has none left runs along."""
+    write_text(tmp_path)
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"ctx": "The 5th", "endings": ["line of 25 lines.", "zzz"], "label": 0}\n' * 3)
+    plain = options_for(tmp_path, steps=2, run=str(tmp_path / "plain"), hellaswag=str(tasks), **SHAPE)
+    _, options = LAYOUTS[name]
+    divided = replace(plain, run=str(tmp_path / "divided"), **{**options, "layers": 2})
+    train(plain)
+    ranks(train_on_rank, divided)
+    assert metrics(divided)[-1]["accuracy"] == metrics(plain)[-1]["accuracy"]
+    assert metrics(divided)[-1]["accuracy_normalised"] == metrics(plain)[-1]["accuracy_normalised"]
+
+
+def _train_with_a_bad_token(rank, world, config):
+    """One row of the table is infinite on every rank that has it, so that sequences with this token have no loss."""
+    from gradsync.train import assemble
+
+    original = assemble.parallelize
+
+    def parallelize(model, wanted, device):
+        with torch.no_grad():
+            model.transformer.wpe.weight[3] = float("inf")
+        return original(model, wanted, device)
+
+    assemble.parallelize = parallelize
+    try:
+        return train(config, Group())
+    finally:
+        assemble.parallelize = original
+
+
+@pytest.mark.parametrize("name", ["zero", "fsdp", "tensor", "1f1b"])
+def test_a_step_that_is_not_finite_stops_all_ranks_and_says_where(tmp_path, ranks, name):
+    write_text(tmp_path)
+    _, options = LAYOUTS[name]
+    config = options_for(tmp_path, **{**SHAPE, **options})
+    outcomes = ranks.run_expecting(_train_with_a_bad_token, config, warnings_as_errors=False)
+    assert [outcome.type_name for outcome in outcomes] == ["NonFiniteError"] * 2
+    assert "step 1: the loss is not finite on rank" in outcomes[0].text
+    assert "(sequences: " in outcomes[0].text
+    assert "none by itself" not in outcomes[0].text
+
+
+def test_a_single_replica_has_nothing_to_divide(tmp_path):
+    write_text(tmp_path)
+    view = Notebook()
+    train(options_for(tmp_path, steps=1, strategy="fsdp", **SHAPE), view=view)
+    assert any(note.startswith("warning: --strategy fsdp divides what replicas hold alike") for note in view.notes)

@@ -16,10 +16,17 @@ OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
 _ROUND_TARGET_S = 0.05
 
+# torch 2.12 has given them other names
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
 
 @dataclass
 class CollectiveTiming:
-    """Samples of one operation on one backend: seconds a call, one a round. ``num_bytes`` is the whole tensor."""
+    """Samples of one operation on one backend: seconds a call, one a round. ``num_bytes`` is the whole tensor.
+
+    ``backend`` is followed by a star where the tensors lie in memory of their own instead of the group's shared one.
+    """
 
     operation: str
     backend: str
@@ -37,11 +44,12 @@ def time_collectives(
 ) -> list[CollectiveTiming]:
     """Measure every operation at every size, the backends alternating; every rank calls it."""
     groups = {backend: dist.new_group(backend=backend) for backend in backends}
+    ways = {way: made for backend, group in groups.items() for way, made in _ways(backend, group, device).items()}
     results: list[CollectiveTiming] = []
     for operation in operations:
         for num_bytes in sizes:
-            calls = {b: _make_call(operation, num_bytes, group, device) for b, group in groups.items()}
-            timings = {b: CollectiveTiming(operation, b, num_bytes) for b in backends}
+            calls = {way: _make_call(operation, num_bytes, group, ones) for way, (group, ones) in ways.items()}
+            timings = {way: CollectiveTiming(operation, way, num_bytes) for way in ways}
             repeats = {b: _repeats(call) for b, call in calls.items()}
             for _ in range(num_rounds):
                 for backend, call in calls.items():
@@ -62,15 +70,22 @@ def copy_bandwidth(num_bytes: int = 100 * MIB, num_rounds: int = 9) -> float:
     return num_bytes / statistics.median(samples)
 
 
-def _make_call(operation: str, num_bytes: int, group: Any, device: torch.device) -> Callable[[], Any]:
+def _ways(backend: str, group: Any, device: torch.device) -> dict[str, tuple[Any, Callable[[int], torch.Tensor]]]:
+    """Return the group, and where its tensors lie: in its shared memory, as the engine's buckets do, and elsewhere."""
+    own: tuple[Any, Callable[[int], torch.Tensor]] = (group, lambda numel: torch.ones(numel, device=device))
+    if not hasattr(group, "allocate"):
+        return {backend: own}
+    return {backend: (group, lambda numel: group.allocate(numel, torch.float32).fill_(1.0)), f"{backend}*": own}
+
+
+def _make_call(operation: str, num_bytes: int, group: Any, ones: Callable[[int], torch.Tensor]) -> Callable[[], Any]:
     world = group.size()
     numel = max(num_bytes // 4 // world, 1) * world
-    whole = torch.ones(numel, device=device)
-    part = torch.ones(numel // world, device=device)
+    whole, part = ones(numel), ones(numel // world)
     calls: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: dist.all_reduce(whole, group=group),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
+        "reduce_scatter": lambda: _reduce_scatter(part, whole, group=group),
+        "all_gather": lambda: _all_gather(whole, part, group=group),
         "broadcast": lambda: dist.broadcast(whole, group_src=0, group=group),
     }
     return calls[operation]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradsync.bench.variants import Step, Variant, make_step
+from gradsync.bench.variants import Step, Variant, make_training
 from gradsync.bench.workloads import Workload
 
 _WARMUP_STEPS = 3
@@ -42,6 +42,8 @@ class Timing:
 
     contestant: Contestant
     step_s: list[float] = field(default_factory=list)
+    exposed_s: float | None = None
+    """Seconds a step in which this rank did nothing but wait for communication; None if that is not known."""
 
     @property
     def median_s(self) -> float:
@@ -53,7 +55,8 @@ def time_contestants(contestants: Sequence[Contestant], workload: Workload, num_
     """Run ``num_rounds`` rounds of all contestants; every rank calls it, rank 0's result counts."""
     rank = dist.get_rank()
     groups = {b: dist.new_group(backend=b) for b in dict.fromkeys(c.backend for c in contestants) if b is not None}
-    steps = [make_step(c.variant, workload, _group_for(c, groups), rank) for c in contestants]
+    trainings = [make_training(c.variant, workload, _group_for(c, groups), rank) for c in contestants]
+    steps = [training.step for training in trainings]
     timings = [Timing(c) for c in contestants]
     for contestant, step in zip(contestants, steps, strict=True):
         if _takes_part(contestant, rank):
@@ -70,6 +73,9 @@ def time_contestants(contestants: Sequence[Contestant], workload: Workload, num_
             timing.step_s.append((time.perf_counter() - start_s) / workload.steps_per_sample)
     dist.barrier()
     gc.unfreeze()
+    for timing, training in zip(timings, trainings, strict=True):
+        if _takes_part(timing.contestant, rank):
+            timing.exposed_s = training.exposed_s()
     return timings
 
 
@@ -127,6 +133,6 @@ def peak_memory(contestant: Contestant, workload: Workload, num_steps: int = 4) 
     group = dist.group.WORLD if contestant.backend is None else dist.new_group(backend=contestant.backend)
     with PeakMemory() as memory:
         if _takes_part(contestant, dist.get_rank()):
-            _run(make_step(contestant.variant, workload, group, dist.get_rank()), num_steps)
+            _run(make_training(contestant.variant, workload, group, dist.get_rank()).step, num_steps)
         dist.barrier()
     return memory.peak_bytes

@@ -4,6 +4,7 @@ import enum
 import threading
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from gradsync.ddp.module import DistributedDataParallel
 from gradsync.ddp.sharded_optimizer import ZeroRedundancyOptimizer
 
 Step = Callable[[], None]
+_NUM_LOGGED = 5
 
 
 class Variant(enum.StrEnum):
@@ -32,12 +34,21 @@ class Variant(enum.StrEnum):
     """The older way, one process with a thread a replica: what torch's DataParallel does on GPUs."""
 
 
-def make_step(variant: Variant, workload: Workload, group: Any, rank: int) -> Step:
-    """Return a function that runs one training step of this rank."""
+@dataclass(frozen=True)
+class Training:
+    """One training step of this rank, and the seconds of it in which the rank did nothing but wait for others."""
+
+    step: Step
+    exposed_s: Callable[[], float | None] = lambda: None
+    """None where nothing is known; called when the steps are over."""
+
+
+def make_training(variant: Variant, workload: Workload, group: Any, rank: int) -> Training:
+    """Return one training step of this rank."""
     torch.manual_seed(0)
     module = workload.build()
     if variant is Variant.THREADS:
-        return _threads_step(workload, module, group.size())
+        return Training(_threads_step(workload, module, group.size()))
     batch = workload.batch(rank)
     replica, optimizer = _train_with(variant, workload, module, group)
 
@@ -46,7 +57,26 @@ def make_step(variant: Variant, workload: Workload, group: Any, rank: int) -> St
         workload.loss(replica, batch).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
-    return step
+    if isinstance(replica, DistributedDataParallel):
+        return Training(step, lambda: _exposed_s(replica))
+    if isinstance(replica, nn.parallel.DistributedDataParallel):
+        return Training(step, lambda: _exposed_s_of_torch(replica, step))
+    return Training(step)
+
+
+def _exposed_s(replica: DistributedDataParallel) -> float | None:
+    findings = replica.report().findings
+    return None if findings is None else findings.exposed_s
+
+
+def _exposed_s_of_torch(replica: nn.parallel.DistributedDataParallel, step: Step) -> float | None:
+    """torch's class times its own backward, if it is told to do so in every step: here some steps more."""
+    replica._set_ddp_runtime_logging_sample_rate(1)  # type: ignore[no-untyped-call]
+    for _ in range(_NUM_LOGGED):
+        step()
+    data = replica._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    communication, overlap = data.get("backward_comm_time"), data.get("backward_compute_comm_overlap_time")
+    return None if communication is None or overlap is None else max(communication - overlap, 0) / 1e9
 
 
 def _train_with(

@@ -3,7 +3,6 @@
 Knows nothing of process groups.
 """
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradsync.errors import ConfigError
+from gradsync.model.factory import load_factory, mean_square
 from gradsync.model.gpt2 import GPT2, GPT2Config
 
 
@@ -61,11 +60,6 @@ def _random_tokens(batch_size: int, context: int, vocab_size: int, seed: int) ->
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def _square_loss(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-    output: torch.Tensor = module(inputs)
-    return output.square().mean()
-
-
 def _token_loss(module: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     loss: torch.Tensor = module(*batch)[1]
     return loss
@@ -81,9 +75,9 @@ def _gpt_workload(name: str, config: GPT2Config, batch_size: int, context: int) 
 
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {
-    "toy": lambda: Workload("toy", _toy, partial(_random_inputs, (32, 10)), _square_loss, *_SGD, 200),
-    "many": lambda: Workload("many", _many, partial(_random_inputs, (8, 16)), _square_loss, *_SGD, 10),
-    "mlp": lambda: Workload("mlp", _mlp, partial(_random_inputs, (64, 1024)), _square_loss, *_SGD, 4),
+    "toy": lambda: Workload("toy", _toy, partial(_random_inputs, (32, 10)), mean_square, *_SGD, 200),
+    "many": lambda: Workload("many", _many, partial(_random_inputs, (8, 16)), mean_square, *_SGD, 10),
+    "mlp": lambda: Workload("mlp", _mlp, partial(_random_inputs, (64, 1024)), mean_square, *_SGD, 4),
     "gpt-small": lambda: _gpt_workload(
         "gpt-small", GPT2Config(num_layers=6, num_heads=6, width=384, context=256, vocab_size=257), 4, 256
     ),
@@ -94,23 +88,10 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
 
 
 def workload_of_factory(path: str) -> Workload:
-    """Return the workload around the user's own model.
-
-    ``path`` is ``module:function``; the function returns ``(module, batch)`` or ``(module, batch, loss)``. The loss
-    is by default the mean square of the output, and ``batch`` what the module is called with.
+    """Return the workload around the user's own model; see ``load_factory``.
 
     Raises:
         ConfigError: there is no such function, or it returns something else.
     """
-    module_name, _, function_name = path.partition(":")
-    try:
-        factory = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"--model {path}: {error}; give MODULE:FUNCTION, importable from this folder") from error
-    made = factory()
-    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
-        raise ConfigError(
-            f"--model {path}: the function must return (module, batch) or (module, batch, loss), not {made!r:.80}"
-        )
-    loss = made[2] if len(made) == 3 else _square_loss
-    return Workload(path, lambda: factory()[0], lambda _: made[1], loss, *_SGD)
+    factory = load_factory(path)
+    return Workload(path, factory.build, lambda _: factory.batch, factory.loss, *_SGD)

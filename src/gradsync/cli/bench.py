@@ -1,19 +1,18 @@
 """``gradsync bench``: the same training step under different engines, side by side, in one run."""
 
 import json
-import logging
 import os
 import platform
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gradsync.cli.local_ranks import run_ranks
 from gradsync.cli.options import new_parser
-from gradsync.errors import BackendError, ConfigError
+from gradsync.errors import ConfigError
 
 if TYPE_CHECKING:
     from gradsync.bench.collectives import CollectiveTiming
@@ -85,6 +84,7 @@ class _Result:
             "workload": self.workload,
             "nproc": self.nproc,
             "step_s": {t.contestant.name: t.step_s for t in self.timings},
+            "exposed_s": {t.contestant.name: t.exposed_s for t in self.timings},
             "peak_bytes": self.peak_bytes,
         }
 
@@ -137,32 +137,6 @@ def _backends(given: str | None) -> list[str]:
     return ["gloo"] if shm.is_available() else ["gloo", shm.NAME]
 
 
-def run_ranks(entry: Any, nproc: int, job: Any) -> dict[int, Any]:
-    """Run ``entry(job)`` on ``nproc`` local processes and return their results by rank.
-
-    Raises:
-        BackendError: a process failed; its error is shown.
-    """
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
-
-    from gradsync.cli.launch import launch_config
-
-    # it reports every failure at length; we say it in one line
-    for talker in ("torch.distributed.elastic", "torch.multiprocessing"):
-        logging.getLogger(talker).setLevel(logging.CRITICAL)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory(prefix="gradsync-") as folder:
-        try:
-            results: dict[int, Any] = elastic_launch(launch_config(nproc, Path(folder)), entry)(job)
-        except ChildFailedError as error:
-            rank, lost = error.get_first_failure()
-            said: Any = lost.message
-            message = said["message"] if isinstance(said, dict) else said
-            raise BackendError(f"rank {rank} failed (exit code {lost.exitcode}): {message}") from error
-    return results
-
-
 def _print_table(result: _Result) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -171,11 +145,12 @@ def _print_table(result: _Result) -> None:
     bare, baseline = by_name["bare"], by_name.get(_BASELINE)
     table = Table(title=f"{result.workload}: {result.nproc} processes, medians of {len(bare.step_s)} rounds")
     table.add_column("", no_wrap=True)
-    columns = ["step", "sync cost", f"step / {_BASELINE}", f"sync / {_BASELINE}"]
+    columns = ["step", "sync cost", "exposed", f"step / {_BASELINE}", f"sync / {_BASELINE}"]
     for column in columns + (["peak memory"] if result.peak_bytes else []):
         table.add_column(column, justify="right")
     for timing in result.timings:
         row = [timing.contestant.name, _ms(timing.median_s), _ms(timing.median_s - bare.median_s)]
+        row.append("" if timing.exposed_s is None else _ms(timing.exposed_s))
         row += [_ratio(timing, baseline), _sync_ratio(timing, baseline, bare)]
         if result.peak_bytes:
             row.append(f"{result.peak_bytes[timing.contestant.name] / 2**20:,.0f} MiB")
@@ -211,7 +186,9 @@ def _main_collectives(arguments: Sequence[str]) -> int:
     sizes = tuple(size for size in SIZES if size <= given.max_mib * MIB)
     job = CollectivesJob(tuple(_backends(given.backend)), sizes, OPERATIONS, given.rounds)
     result = run_ranks(run_collectives, given.nproc, job)[0]
-    _print_collectives(result.timings, job.backends, given.nproc)
+    _print_collectives(result.timings, given.nproc)
+    if any(t.backend.endswith("*") for t in result.timings):
+        print("* tensors in memory of their own; without the star they lie in the memory that the ranks share")
     print(f"copying in memory, all ranks at once: {result.copy_bytes_per_s / 1e9:.1f} GB/s a rank")
     rows = [
         {"operation": t.operation, "backend": t.backend, "bytes": t.num_bytes, "call_s": t.call_s}
@@ -242,10 +219,11 @@ def _main_recording(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _print_collectives(timings: "Sequence[CollectiveTiming]", backends: Sequence[str], nproc: int) -> None:
+def _print_collectives(timings: "Sequence[CollectiveTiming]", nproc: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    backends = list(dict.fromkeys(t.backend for t in timings))
     table = Table(title=f"collectives: {nproc} processes, medians")
     for column in ("operation", "size", *backends, *(f"{backends[0]} / {b}" for b in backends[1:])):
         table.add_column(column, justify="left" if column == "operation" else "right")

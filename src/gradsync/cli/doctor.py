@@ -50,7 +50,7 @@ def _with_the_others(given: Any) -> "Diagnosis":
 
 
 def _of_this_machine(given: Any) -> "Diagnosis":
-    from gradsync.cli.bench import run_ranks
+    from gradsync.cli.local_ranks import run_ranks
     from gradsync.doctor.ranks import Visit, examine_rank
 
     diagnosis: Diagnosis = run_ranks(examine_rank, given.nproc, Visit(given.timeout))[0]

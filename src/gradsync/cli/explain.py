@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gradsync import __version__
-from gradsync.cli.bench import run_ranks
+from gradsync.cli.local_ranks import run_ranks
 from gradsync.cli.options import new_parser
 from gradsync.errors import ConfigError
 from gradsync.observe.explain_page import LANGUAGES, render_explanation

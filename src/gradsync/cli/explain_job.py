@@ -63,8 +63,12 @@ def explain_on_rank(job: ExplainJob) -> dict[str, Any]:
         return {"problem": str(error)}
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-    init_process_group(job.backend)
-    found = _Walk(job, workload).run()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    torch.manual_seed(int(os.environ["RANK"]))
+    module = workload.build()
+    init_process_group(job.backend, device_type=_device_type(module))
+    found = _Walk(job, workload).run(module)
     destroy_process_group()
     return found
 
@@ -79,9 +83,8 @@ class _Walk:
         self._losses: list[float] = []
         self._arrivals: list[list[tuple[str, float]]] = []
 
-    def run(self) -> dict[str, Any]:
-        torch.manual_seed(self._rank)
-        module = self._workload.build()
+    def run(self, module: nn.Module) -> dict[str, Any]:
+        """Train the module as this rank has built it, and more of its kind."""
         self._cap_bytes = None if ":" in self._job.model else _small_cap(module)
         built = _state(module)
         ddp = self._wrap(module)
@@ -192,7 +195,8 @@ class _Walk:
     def _unused(self) -> dict[str, Any]:
         """Two more parameters: one that rank 0 alone uses, and one that nobody does."""
         module = self._workload.build()
-        lonely, spare = nn.Parameter(torch.tensor(_ONE_VALUE)), nn.Parameter(torch.tensor(_ONE_VALUE))
+        device = next(module.parameters()).device
+        lonely, spare = (nn.Parameter(torch.tensor(_ONE_VALUE, device=device)) for _ in range(2))
         module.register_parameter("only_on_rank_0", lonely)
         module.register_parameter("used_nowhere", spare)
         ddp = self._wrap(module)
@@ -234,6 +238,10 @@ def _workload(model: str) -> Workload:
     sys.path.insert(0, os.getcwd())
     importlib.invalidate_caches()
     return workload_of_factory(model)
+
+
+def _device_type(module: nn.Module) -> str:
+    return next((p.device.type for p in module.parameters()), "cpu")
 
 
 def _samples(seed: int) -> torch.Tensor:

@@ -94,11 +94,15 @@ def _rows(options: Any, device_type: str) -> "tuple[list[Case], list[Case]]":
 
 
 def _backends(device_type: str) -> list[str]:
+    """Return the backends of this machine, the one that a run would take first."""
     from gradsync.comm import shm
+    from gradsync.comm.backends import choose_backend
 
     if device_type == "cuda":
         return ["nccl"]
-    return ["gloo"] if shm.is_available() is not None else ["gloo", "shm"]
+    there = ["gloo"] if shm.is_available() is not None else ["gloo", "shm"]
+    first = choose_backend(device_type=device_type, on_one_host=True).name
+    return sorted(there, key=lambda name: name != first)
 
 
 def _prove(rows: "list[Case]", options: Any, device_type: str) -> "list[Finding]":
@@ -120,7 +124,7 @@ def _prove(rows: "list[Case]", options: Any, device_type: str) -> "list[Finding]
 
 def _launch(rows: "list[Case]", options: Any, device_type: str, folder: Path) -> str | None:
     """Start the processes; returns what has ended them early."""
-    from gradsync.cli.bench import run_ranks
+    from gradsync.cli.local_ranks import run_ranks
     from gradsync.train.prove import ProofJob, run_cases
 
     # It reports every failure at length; we say it in one line.

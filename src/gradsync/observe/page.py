@@ -21,6 +21,7 @@ _CURVES = ("loss", "val_loss", "lr", "grad_norm", "tokens_per_s", "mfu", "accura
 _PLACE = "/*DATA*/"
 TIMELINE_FILE = "timeline.json"
 """The recording of a traced run in its folder; see ``trace``."""
+_PARTS = {"ranks", "buckets", "groups", "times", "verdict"}
 
 
 @dataclass(frozen=True)
@@ -119,10 +120,13 @@ def _samples(folder: Path) -> list[tuple[int, str]]:
 
 
 def _timeline(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
+    """Return the recording in a file; None if there is none, or something else, which must not spoil the page."""
+    try:
+        recording = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
-    recording = json.loads(path.read_text(encoding="utf-8"))
-    return recording if isinstance(recording, dict) else None
+    is_whole = isinstance(recording, dict) and recording.keys() >= _PARTS and bool(recording["ranks"])
+    return recording if is_whole else None
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:

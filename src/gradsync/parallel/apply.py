@@ -80,6 +80,7 @@ def _replicated(model: GPT2, wanted: Wanted) -> Replica:
     replica = _alone(model, wanted)
     wrapped = DistributedDataParallel(model, reduction="sum", check_replicas_every=wanted.check_replicas_every)
     replica.data_rank, replica.data_world = wrapped.reducer.rank, wrapped.reducer.world_size
+    replica.ddp = wrapped
     return replica.wrapped_in(wrapped, wrapped.no_sync)
 
 

@@ -107,8 +107,6 @@ class Whole(Replica):
     def wrapped_in(self, wrapped: nn.Module, without_reduction: Context) -> "Whole":
         """Train through a wrapper."""
         self._wrapped, self._without_reduction = wrapped, without_reduction
-        if isinstance(wrapped, DistributedDataParallel):
-            self.ddp = wrapped
         return self
 
     def forward_backward(self, micro_batches: MicroBatches, divisor: int, on_loss: Callable[[Tensor], None]) -> None:

@@ -60,7 +60,7 @@ def dry_run(config: TrainConfig, world: int, device_type: str) -> list[str]:
         *_layout_lines(config, degrees),
         *_batch_lines(config, plan, corpus, degrees.data),
         *_memory_lines(memory, device),
-        *_file_lines(config, memory),
+        *_file_lines(config, model),
     ]
 
 
@@ -156,8 +156,8 @@ def _memory_lines(memory: Memory, device: torch.device) -> list[str]:
     return lines
 
 
-def _file_lines(config: TrainConfig, memory: Memory) -> list[str]:
-    size = (memory.parameters + memory.moments) / _MIB
+def _file_lines(config: TrainConfig, model: nn.Module) -> list[str]:
+    size = sum(parameter.nbytes for parameter in model.parameters()) * (1 + _MOMENTS) / _MIB  # whatever the layout
     count = 1 if config.checkpoint_every == 0 else config.keep_checkpoints + 1
     return [
         f"writes      {config.run}: config.yaml, metrics.jsonl, starts.jsonl, samples/, checkpoints/",

@@ -9,6 +9,7 @@ import socket
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -127,7 +128,7 @@ class Job:
 
     def save(self, step: int, val_loss: float | None) -> None:
         """Begin to write a checkpoint."""
-        material, degrees = self._material, self._material.wanted.degrees
+        material = self._material
         facts = {
             "model": asdict(material.shape),
             "tokenizer": material.corpus.tokenizer.name,
@@ -135,7 +136,7 @@ class Job:
             "loader": material.loader.state_dict(),
             "tokens": step * material.plan.tokens_per_step,
             "world": self._place.ranks.world,
-            "layout": {"strategy": self._config.strategy, **asdict(degrees)},
+            "layout": self._layout(),
             "val_loss": val_loss,
         }
         self._writer.save(step, self._assembly.state.share(), facts)
@@ -221,6 +222,7 @@ class Job:
                 "time": time.time(),
                 "step": step,
                 "ranks": self._place.ranks.world,
+                "layout": self._layout(),
                 "device": _device_name(self._place.device),
                 "dtype": self._modes.dtype_name,
                 "threads": torch.get_num_threads(),
@@ -255,6 +257,9 @@ class Job:
             f"step: {plan.tokens_per_step:,} tokens = {degrees.data} {self._word_for_replica()} x {plan.accumulation} "
             f"micro-batch(es) x {plan.micro_batch} sequences x {plan.context}; run folder {self._folder.path}"
         )
+
+    def _layout(self) -> dict[str, Any]:
+        return {"strategy": self._config.strategy, **asdict(self._material.wanted.degrees)}
 
     def _word_for_replica(self) -> str:
         return "rank(s)" if self._material.wanted.degrees.data == self._place.ranks.world else "replica(s)"

@@ -1,0 +1,89 @@
+"""``gradsync bench`` as a user runs it: everybody is measured, in one run, and the samples are in the file."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from commands import gradsync, running
+
+from gradsync.cli.main import main
+from gradsync.comm import shm
+
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs the backend is NCCL"),
+    pytest.mark.skipif(shm.is_available() is not None, reason="no shared memory between processes here"),
+]
+
+_OWN = """
+import torch
+from torch import nn
+
+
+def mean():
+    return nn.Linear(4, 2), torch.randn(16, 4)
+"""
+
+
+@pytest.mark.slow
+def test_all_contestants_are_timed_in_one_run(tmp_path):
+    done = gradsync(
+        "bench", "--workload", "toy", "--rounds", "2", "--threads-variant", "--json", "out.json", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "out.json").read_text())["workloads"][0]
+    engines = [f"{engine}/{backend}" for backend in ("gloo", "shm") for engine in ("torch", "gradsync", "zero")]
+    assert list(result["step_s"]) == ["bare", *engines, "threads"]
+    assert all(len(samples) == 2 and min(samples) > 0 for samples in result["step_s"].values())
+    for engine in engines:
+        assert result["exposed_s"][engine] >= 0
+        assert engine in done.stdout
+
+
+@pytest.mark.slow
+def test_a_users_model_and_the_memory_of_each(tmp_path):
+    (tmp_path / "own.py").write_text(_OWN)
+    only = ("--only", "gradsync/shm", "--memory", "--json", "out.json")
+    done = gradsync("bench", "--model", "own:mean", "--rounds", "1", *only, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "out.json").read_text())["workloads"][0]
+    assert set(result["step_s"]) == {"bare", "gradsync/shm"}
+    assert min(result["peak_bytes"].values()) > 2**20
+
+
+@pytest.mark.slow
+def test_collectives_in_shared_memory_and_in_memory_of_their_own(tmp_path):
+    done = gradsync("bench", "collectives", "--max-mib", "0.01", "--rounds", "1", "--json", "out.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "out.json").read_text())["collectives"]
+    kinds = {(row["operation"], row["backend"]) for row in rows}
+    operations = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+    assert kinds == {(operation, way) for operation in operations for way in ("gloo", "shm", "shm*")}
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_all_ranks_with_its_code(tmp_path):
+    with running("bench", "--workload", "toy", "--rounds", "100000", cwd=tmp_path) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while len(children.read_text().split()) < 2:  # until the server that forks the ranks is there
+            assert process.poll() is None
+            time.sleep(0.1)
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait(60) == 130
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--workload", "nothing"),
+        ("--only", "torch/nothing"),
+        ("--rounds", "0"),
+    ],
+)
+def test_wrong_usage_is_said_in_one_line(arguments, capsys):
+    assert main(["bench", *arguments]) == 2
+    assert capsys.readouterr().err.startswith("gradsync bench: error: ")
