@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--rate", default="1gbit", help="of each host's cable, as tc writes it; 'none' for no limit")
     parser.add_argument("--workload", default="mlp", choices=("mlp", "gpt-small"))
     parser.add_argument(
-        "--caps", default="25", help="bucket sizes of gradsync in MiB, by commas; 'auto' is one of them"
+        "--caps", default="default,auto", help="bucket sizes of gradsync, by commas: MiB, default, auto"
     )
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--json", help="file for the raw samples")
