@@ -45,6 +45,10 @@ def test_what_is_printed_can_be_read_back(capsys, tmp_path):
         (["--micro-batch", "x"], "--micro-batch is 'x'; expected a whole number or null"),
         (["text.txt"], "unexpected argument 'text.txt'"),
         (["--batch-tokens", "1000", "--nproc", "2"], "the nearest values that do: 768 or 1024"),
+        (["--nproc", "3", "--tp", "2"], "what works with 3: --dp 3 --tp 1 --pp 1;"),
+        (["--nproc", "2", "--dp", "2", "--pp", "2"], "--dp 2 x --tp 1 x --pp 2 is 4"),
+        (["--nproc", "2", "--tp", "2", "--strategy", "zero"], "take --strategy fsdp, --strategy ddp, or --tp 1 --pp 1"),
+        (["--strategy", "magic"], "--strategy is 'magic'; expected one of ddp, zero, fsdp"),
         (["--data", "no/such/file"], "--data no/such/file does not exist"),
         (["--config", "no/such/file"], "--config no/such/file cannot be read"),
     ],
@@ -82,3 +86,15 @@ def test_resuming_nothing_is_refused(capsys, tmp_path, monkeypatch):
     assert "there is none" in refused(capsys, "--resume")
     assert "nothing to resume" in refused(capsys, "--resume", "--run", "empty")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "processes"),
+    [({}, 4), ({"tp": 2}, 4), ({"pp": 3}, 3), ({"dp": 3, "tp": 2}, 6), ({"tp": 8}, 8), ({"batch_tokens": 128}, 1)],
+)
+def test_processes_are_as_many_as_the_degrees_and_the_cores_ask_for(monkeypatch, options, processes):
+    from gradsync.cli import train
+    from gradsync.train.config import resolve
+
+    monkeypatch.setattr(train, "_num_places", lambda device: 4)
+    assert train._choose_nproc(resolve(options)) == processes

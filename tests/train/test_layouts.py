@@ -9,6 +9,7 @@ import torch
 from gradsync.train.checkpoint import open_checkpoint
 from gradsync.train.ranks import Group
 from gradsync.train.storage import load_tensors, read_index
+from gradsync.train.trained import load_trained
 from training_jobs import Notebook, losses, metrics, options_for, train, train_on_rank, write_text
 
 SHAPE = {
@@ -98,6 +99,9 @@ def test_a_run_goes_on_under_any_other_layout(tmp_path, request):
         torch.testing.assert_close(
             got[name], tensor, rtol=1e-3, atol=1e-3, msg=lambda text, name=name: f"{name}: {text}"
         )
+    taken = load_trained(Path(broken.run), "newest", "cpu").model.state_dict()
+    for name, tensor in taken.items():
+        assert torch.equal(tensor, got.get(f"model.{name}", tensor)), name
     assert open_checkpoint(tmp_path / "broken" / "checkpoints" / f"step-{steps:08d}").facts["layout"]["pipeline"] == 2
 
 

@@ -9,8 +9,8 @@ import torch
 from gradsync.errors import ConfigError
 from gradsync.model.factory import load_factory
 from gradsync.parallel.degrees import Degrees
-from gradsync.train.prove import Trace, compare, difference_of, run_plainly, run_trainee
-from gradsync.train.prove_cases import Case, GPTSubject, UserSubject, cases
+from gradsync.train.prove import Trace, compare, difference_of, run_jointly, run_plainly, run_trainee
+from gradsync.train.prove_cases import Case, GPTSubject, UserSubject, cases, joint_cases, sequences_for
 
 CPU = torch.device("cpu")
 STEPS = 2
@@ -76,6 +76,26 @@ def test_a_loss_that_data_parallelism_cannot_average_is_found_out(ranks):
     findings = ranks(_prove, rows_on(2, "DDP on 2"), "own_models:sum_of_rows")[0]
     assert not findings[0].has_passed
     assert findings[0].loss.absolute > 0.1
+
+
+def _jointly(rank, world):
+    return run_jointly(joint_cases(world), GPTSubject(sequences_for(world)), 1, CPU)
+
+
+def test_ranks_of_a_launcher_run_every_row_together(ranks3):
+    """Three ranks: the batch is as large as they need, and every one of them learns the findings."""
+    everyone = ranks3(_jointly, timeout_s=60)
+    assert [finding.case.name for finding in everyone[0]][:2] == ["DDP", "DDP, accumulation"]
+    assert all(finding.has_passed for findings in everyone for finding in findings)
+    assert len(everyone[0]) == 5
+
+
+def test_rows_of_launchers_take_all_ranks():
+    for world in (1, 2, 3, 4, 6, 8):
+        rows = joint_cases(world)
+        assert {row.world for row in rows} == {world}
+        assert all(sequences_for(world) % (row.degrees.data * row.micro_batches) == 0 for row in rows)
+    assert "DDP x tensor x pipeline" in [row.name for row in joint_cases(8)]
 
 
 def test_there_is_a_row_for_everything():

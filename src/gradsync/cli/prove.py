@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gradsync.cli.main import EXIT_FAILED
 from gradsync.cli.options import new_parser
+from gradsync.comm.launchers import adopt
 from gradsync.errors import BackendError, ConfigError
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = (
     "Run the same model, data and steps in every way that there is (DDP, accumulation, ZeRO, FSDP, tensor and pipeline "
-    "parallel, their products, each backend) and compare losses, gradient norms and parameters with one plain process."
+    "parallel, their products, each backend) and compare losses, gradient norms and parameters with one plain process. "
+    "Under torchrun, srun or mpiexec all ranks and hosts run every row together."
 )
 _MOST_PROCESSES = 4
 _BACKENDS = ("gloo", "shm", "nccl")
@@ -44,6 +46,8 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(list(arguments))
     if options.nproc < 1 or options.steps < 1:
         raise ConfigError("--nproc and --steps must be at least 1")
+    if adopt(os.environ) is not None:
+        return _prove_jointly(options)
     device_type = _device_type(options.device, options.nproc)
     _check_choices(options)
     rows, left_out = _rows(options, device_type)
@@ -51,11 +55,42 @@ def main(arguments: Sequence[str]) -> int:
     _print(findings, options)
     for row in left_out:
         print(f"left out: {row.name} (needs {row.world} processes; --nproc is {options.nproc})")
+    return _conclude(findings)
+
+
+def _conclude(findings: "list[Finding]") -> int:
     failed = [finding for finding in findings if not finding.has_passed]
     for finding in failed:
         print(f"FAILED {finding.case.name}: {_reason(finding)}")
-    print(f"{len(findings) - len(failed)} of {len(findings)} rows passed")
+    print(f"{len(findings) - len(failed)} of {len(findings)} rows passed", flush=True)
     return EXIT_FAILED if failed else 0
+
+
+def _prove_jointly(options: Any) -> int:
+    """Run the rows with the ranks that a launcher has started, this process being one of them."""
+    import torch
+
+    from gradsync.comm.process import destroy_process_group, init_process_group, rank_info
+    from gradsync.train.prove import device_of, run_jointly
+    from gradsync.train.prove_cases import GPTSubject, UserSubject, joint_cases, sequences_for
+
+    device_type = options.device
+    if device_type == "auto":
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_of(device_type)
+    init_process_group(options.backend or "auto", device_type=device_type)
+    world = rank_info().world_size
+    sys.path.insert(0, os.getcwd())
+    sequences = sequences_for(world)
+    subject = GPTSubject(sequences) if options.model is None else UserSubject(options.model, sequences)
+    rows = [row for row in joint_cases(world) if options.model is None or not row.needs_layout]
+    findings = run_jointly(rows, subject, options.steps, device)
+    is_first = rank_info().rank == 0
+    destroy_process_group()
+    if is_first:
+        _print(findings, options)
+        return _conclude(findings)
+    return 0 if all(finding.has_passed for finding in findings) else EXIT_FAILED
 
 
 def _check_choices(options: Any) -> None:
@@ -181,7 +216,7 @@ def _print(findings: "list[Finding]", options: Any) -> None:
 
 
 def _cells(difference: "Difference") -> list[str]:
-    return [f"{difference.absolute:.1e}" if difference.absolute else "0", f"{difference.ulps:.1f}"]
+    return [f"{difference.absolute:.1e}" if difference.absolute else "0", f"{difference.ulps:.3g}"]
 
 
 def _reason(finding: "Finding") -> str:

@@ -1,10 +1,12 @@
 """The user's own model, from a function of theirs. Knows nothing of ranks."""
 
 import importlib
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -33,13 +35,13 @@ def load_factory(path: str) -> Factory:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"--model {path}: {error}; give MODULE:FUNCTION, importable from this folder") from error
-    made = function()
+    made = _made(function)
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
         raise ConfigError(
             f"--model {path}: the function must return (module, batch) or (module, batch, loss), not {made!r:.80}"
         )
     loss = made[2] if len(made) == 3 else mean_square
-    return Factory(lambda: _seeded(function), made[1], loss)
+    return Factory(lambda: _made(function)[0], made[1], loss)
 
 
 def mean_square(module: nn.Module, batch: Any) -> Tensor:
@@ -48,7 +50,9 @@ def mean_square(module: nn.Module, batch: Any) -> Tensor:
     return output.square().mean()
 
 
-def _seeded(function: Callable[[], Any]) -> nn.Module:
+def _made(function: Callable[[], Any]) -> Any:
+    """Call the function with seeded random numbers: it must make the same in every process, and each time."""
     torch.manual_seed(0)
-    made: nn.Module = function()[0]
-    return made
+    np.random.seed(0)
+    random.seed(0)
+    return function()

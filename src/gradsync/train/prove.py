@@ -90,13 +90,29 @@ def run_cases(job: ProofJob) -> None:
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
     sys.path.insert(0, os.getcwd())
-    device = _device(job.device_type)
+    device = device_of(job.device_type)
     subject: Subject = GPTSubject() if job.model is None else UserSubject(job.model)
     reference = run_plainly(subject, job.num_steps, device) if rank == 0 else None
     for number, case in enumerate(job.cases):
         if rank < case.world:
             _run_case(case, number, subject, job, device, reference)
         _wait_for(result_file(job.folder, case))
+
+
+def run_jointly(rows: Sequence[Case], subject: Subject, num_steps: int, device: torch.device) -> list[Finding]:
+    """Run cases one after the other on all ranks of the default process group; returns the findings on every rank.
+
+    A case that raises ends the command, as any program that a launcher has started.
+    """
+    is_first = dist.get_rank() == 0
+    reference = run_plainly(subject, num_steps, device) if is_first else None
+    findings: list[Any] = []
+    for case in rows:
+        trace = run_trainee(case, subject, num_steps, device)
+        findings.append(compare(case, trace, reference) if trace is not None and reference is not None else None)
+    everyone: list[Any] = [findings]
+    dist.broadcast_object_list(everyone, src=0)
+    return list(everyone[0])
 
 
 def result_file(folder: Path, case: Case) -> Path:
@@ -256,7 +272,8 @@ def _gather(case: Case, trainee: Trainee, losses: list[float], norms: list[float
     return Trace(losses, norms, whole)
 
 
-def _device(device_type: str) -> torch.device:
+def device_of(device_type: str) -> torch.device:
+    """Return this rank's device, and make it the current one."""
     if device_type == "cpu":
         return torch.device("cpu")
     index = int(os.environ["LOCAL_RANK"])

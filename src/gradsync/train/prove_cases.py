@@ -4,6 +4,7 @@ A *subject* gives, for a row, what one rank trains, and its part of each step's 
 rows; how it is cut is the row's.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from gradsync.parallel.mesh import Mesh
 from gradsync.parallel.pipeline import Flow
 
 SEQUENCES = 16
-"""Rows of the batch of one step; every case divides it evenly."""
+"""Rows of the batch of one step, for up to four ranks; every case divides it evenly."""
 MICRO_BATCHES = 4
 _SCHEDULES: dict[str, PipelineSchedule] = {"GPipe": "gpipe", "1F1B": "1f1b", "interleaved 1F1B": "interleaved"}
 _SHAPE = GPT2Config(num_layers=4, num_heads=4, width=32, context=32, vocab_size=257)
@@ -55,6 +56,41 @@ class Case:
     def needs_layout(self) -> bool:
         """Whether it works only on a model whose layout is known."""
         return self.degrees.tensor * self.degrees.pipeline > 1
+
+
+def sequences_for(world: int) -> int:
+    """Return the rows of the batch of one step that all cases of so many ranks divide evenly."""
+    return math.lcm(SEQUENCES, world * MICRO_BATCHES)
+
+
+def joint_cases(world: int) -> list[Case]:
+    """Return the rows that take all of so many ranks, which a launcher has started, perhaps on several hosts."""
+    if world == 1:
+        return [Case("one process")]
+    rows = [
+        Case("DDP", Degrees(world)),
+        Case("DDP, accumulation", Degrees(world), micro_batches=MICRO_BATCHES),
+        Case("DDP, no_sync, then sync_gradients", Degrees(world), micro_batches=MICRO_BATCHES, syncs_late=True),
+        Case("ZeRO", Degrees(world), "zero", micro_batches=2),
+        Case("FSDP", Degrees(world), "fsdp", micro_batches=2),
+    ]
+    half, quarter = world // 2, world // 4
+    around = "DDP x " if half > 1 else ""
+    if world % 2 == 0:
+        rows += [
+            Case(f"{around}tensor", Degrees(half, 2)),
+            *(
+                Case(f"{around}pipeline, {name}", Degrees(half, 1, 2), schedule=schedule, micro_batches=MICRO_BATCHES)
+                for name, schedule in _SCHEDULES.items()
+            ),
+        ]
+    if world % 2 == 0 and half > 1:
+        rows.append(Case("FSDP x tensor", Degrees(half, 2), "fsdp"))
+        rows.append(Case("FSDP x pipeline", Degrees(half, 1, 2), "fsdp", micro_batches=MICRO_BATCHES))
+    if world % 4 == 0:
+        around = "DDP x " if quarter > 1 else ""
+        rows.append(Case(f"{around}tensor x pipeline", Degrees(quarter, 2, 2), micro_batches=MICRO_BATCHES))
+    return rows
 
 
 def cases(backend: str, others: Sequence[str]) -> list[Case]:
@@ -120,12 +156,14 @@ class Subject(Protocol):
 class GPTSubject:
     """A small GPT-2 on random tokens."""
 
-    divisor = SEQUENCES * _SHAPE.context
+    def __init__(self, sequences: int = SEQUENCES) -> None:
+        self._sequences = sequences
+        self.divisor = sequences * _SHAPE.context
 
     def trainee(self, case: Case, device: torch.device) -> Trainee:
         """Divide the model as the row says."""
         model = _seeded_gpt()
-        per_rank = SEQUENCES // case.degrees.data
+        per_rank = self._sequences // case.degrees.data
         flow = Flow(case.schedule, case.micro_batches, per_rank // case.micro_batches, _SHAPE.context)
         wanted = Wanted(case.strategy, case.degrees, flow)
         check(model, wanted)
@@ -133,12 +171,21 @@ class GPTSubject:
 
     def parts(self, step: int, case: Case, data_rank: int, device: torch.device) -> list[Any]:
         """Cut the step's tokens."""
-        own = _tokens(step).to(device)[data_rank :: case.degrees.data]
+        own = self._tokens(step).to(device)[data_rank :: case.degrees.data]
         return [(part[:, :-1], part[:, 1:]) for part in own.chunk(case.micro_batches)]
 
     def reference(self) -> tuple[nn.Module, Callable[[nn.Module, int], Tensor]]:
         """Return the bare model."""
-        return _seeded_gpt(), _mean_token_loss
+        return _seeded_gpt(), self._mean_loss
+
+    def _tokens(self, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(step)
+        return torch.randint(_SHAPE.vocab_size, (self._sequences, _SHAPE.context + 1), generator=generator)
+
+    def _mean_loss(self, module: nn.Module, step: int) -> Tensor:
+        tokens = self._tokens(step).to(next(module.parameters()).device)
+        loss: Tensor = module(tokens[:, :-1], tokens[:, 1:])[1]
+        return loss
 
 
 class UserSubject:
@@ -146,13 +193,13 @@ class UserSubject:
 
     divisor = 1
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, sequences: int = SEQUENCES) -> None:
         self._factory = load_factory(path)
         for leaf in tree_flatten(self._factory.batch)[0]:
-            if isinstance(leaf, Tensor) and (leaf.dim() == 0 or leaf.shape[0] % SEQUENCES):
+            if isinstance(leaf, Tensor) and (leaf.dim() == 0 or leaf.shape[0] % sequences):
                 raise ConfigError(
                     f"--model {path}: a tensor of the batch has shape {tuple(leaf.shape)}; its first dimension is "
-                    f"divided among ranks and micro-batches, and must be a multiple of {SEQUENCES}"
+                    f"divided among ranks and micro-batches, and must be a multiple of {sequences}"
                 )
 
     def trainee(self, case: Case, device: torch.device) -> Trainee:
@@ -226,17 +273,6 @@ def _with_backend(case: Case, backend: str) -> Case:
 def _seeded_gpt() -> GPT2:
     torch.manual_seed(0)
     return GPT2(_SHAPE)
-
-
-def _tokens(step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randint(_SHAPE.vocab_size, (SEQUENCES, _SHAPE.context + 1), generator=generator)
-
-
-def _mean_token_loss(module: nn.Module, step: int) -> Tensor:
-    tokens = _tokens(step).to(next(module.parameters()).device)
-    loss: Tensor = module(tokens[:, :-1], tokens[:, 1:])[1]
-    return loss
 
 
 def _turned(batch: Any, step: int) -> Any:
