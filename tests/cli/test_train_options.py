@@ -86,3 +86,15 @@ def test_resuming_nothing_is_refused(capsys, tmp_path, monkeypatch):
     assert "there is none" in refused(capsys, "--resume")
     assert "nothing to resume" in refused(capsys, "--resume", "--run", "empty")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "processes"),
+    [({}, 4), ({"tp": 2}, 4), ({"pp": 3}, 3), ({"dp": 3, "tp": 2}, 6), ({"tp": 8}, 8), ({"batch_tokens": 128}, 1)],
+)
+def test_processes_are_as_many_as_the_degrees_and_the_cores_ask_for(monkeypatch, options, processes):
+    from gradsync.cli import train
+    from gradsync.train.config import resolve
+
+    monkeypatch.setattr(train, "_num_places", lambda device: 4)
+    assert train._choose_nproc(resolve(options)) == processes
