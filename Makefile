@@ -5,6 +5,7 @@
 #   make test  [PYTEST_ARGS="-k reducer"]             everything that CI checks
 #   make check                                        the same without the tests that take long
 #   make test-clients                                 loops of other frameworks on top of gradsync (installs them)
+#   make faults [ARGS="FAULTS_SEED=7"]                200 random faults in a run of two processes, each seed printed
 #   make lint / make format                           style and types / mend the style
 #   make clean                                        remove what the above have made (runs are kept)
 
@@ -19,7 +20,7 @@ PACKAGE_STAMP := $(VENV)/package.stamp
 TEST_MARKS := not stress and not clients
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check test-clients lint format clean
+.PHONY: help train test check test-clients faults lint format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -49,6 +50,10 @@ check: lint
 test-clients: $(PACKAGE_STAMP)
 	$(BIN)/python -m pip install --quiet --requirement tests/clients/requirements.txt --constraint requirements.txt
 	$(BIN)/python -m pytest -m clients $(PYTEST_ARGS)
+
+# A round that failed is repeated by its seed: make faults ARGS="FAULTS_SEED=1234 FAULTS_ROUNDS=1"
+faults: $(PACKAGE_STAMP)
+	env FAULTS_ROUNDS=200 $(ARGS) $(BIN)/python -m pytest tests/faults -k random -rA $(PYTEST_ARGS)
 
 # One recipe, so that the order is the same under make -j and the quickest check speaks first.
 lint: $(PACKAGE_STAMP)

@@ -37,6 +37,14 @@ class BackendError(GradsyncError, RuntimeError):
     """A process group could not be started, or was lost while it was used."""
 
 
+class RankFailedError(GradsyncError, RuntimeError):
+    """Another rank has failed, or is gone; the message holds that rank's own error."""
+
+
+class StalledError(GradsyncError, RuntimeError):
+    """This rank has waited longer than the soft limit; the message says where every rank is."""
+
+
 class MissingExtraError(GradsyncError, ImportError):
     """An optional package is not installed; the message names the extra that brings it."""
 

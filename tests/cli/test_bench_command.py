@@ -3,12 +3,14 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from commands import gradsync, running
+from commands import TIMEOUT_S, environment, gradsync, running
 
 from gradsync.cli.main import main
 from gradsync.comm import shm
@@ -87,3 +89,20 @@ def test_ctrl_c_ends_all_ranks_with_its_code(tmp_path):
 def test_wrong_usage_is_said_in_one_line(arguments, capsys):
     assert main(["bench", *arguments]) == 2
     assert capsys.readouterr().err.startswith("gradsync bench: error: ")
+
+
+@pytest.mark.slow
+def test_under_a_launcher_its_ranks_are_measured_and_the_first_speaks(tmp_path):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--"]
+    command = [*launcher, "gradsync", "bench", "--workload", "toy", "--rounds", "2", "--backend", "gloo"]
+    done = subprocess.run(
+        [*command, "--nproc", "7", "--json", "out.json"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("toy: 2 processes") == 1
+    assert json.loads((tmp_path / "out.json").read_text())["workloads"][0]["nproc"] == 2

@@ -4,10 +4,13 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 from commands import SMALL, gradsync, rank_processes, running, session_members, wait_until
+
+from listening import addresses, beyond_loopback
 
 pytestmark = [
     pytest.mark.timeout(600),  # several starts of a command, on a machine that may be busy
@@ -95,6 +98,18 @@ def test_a_killed_launcher_leaves_no_process(folder):
         process.kill()
         process.wait(timeout=60)
         wait_until(lambda: not session_members(process.pid), "every process has ended")
+
+
+def test_a_run_on_one_machine_listens_on_loopback_alone_and_keeps_its_files_to_itself(folder):
+    before = set(Path(tempfile.gettempdir()).glob("gradsync-*"))
+    arguments = train_arguments("--run", "run", "--steps", "1000000", "--backend", "gloo")
+    with running(*arguments, cwd=folder) as process:
+        wait_until(has_trained(folder / "run"), "the first step")
+        members = session_members(process.pid)
+        assert addresses(members), "the test sees no socket at all"
+        assert beyond_loopback(members) == set()
+        control = [path for path in Path(tempfile.gettempdir()).glob("gradsync-*") if path not in before]
+        assert control and all(path.stat().st_mode & 0o077 == 0 for path in control)
 
 
 def test_sigterm_on_one_rank_saves_the_same_step_on_all(folder):

@@ -109,3 +109,15 @@ def test_a_write_that_fails_leaves_the_earlier_ones(folder, monkeypatch):
         writer.save(2, {"value": torch.zeros(4)}, {})
     monkeypatch.undo()
     assert newest_intact(folder, pytest.fail).step == 1
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "..", "sub/file"])
+def test_a_manifest_cannot_name_files_elsewhere(folder, name):
+    save(folder, [1])
+    path = folder / "step-00000001" / MANIFEST_NAME
+    manifest = json.loads(path.read_text())
+    manifest["files"][name] = {"bytes": 0, "sha256": ""}
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="no file of the checkpoint's own folder"):
+        open_checkpoint(folder / "step-00000001")
+    assert newest_intact(folder, lambda text: None) is None

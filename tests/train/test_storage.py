@@ -73,3 +73,27 @@ def test_a_damaged_index_is_an_error(stored, content):
     (folder / INDEX_NAME).write_bytes(content)
     with pytest.raises(CheckpointError):
         read_index(folder)
+
+
+def test_an_index_that_changes_a_class_is_refused(stored):
+    folder, _ = stored
+    module, name = "torch.distributed.checkpoint.metadata", "Metadata"
+    changes = pickle.dumps({"state_dict_metadata": {}}, protocol=0)[:-1]
+    program = b"c" + module.encode() + b"\n" + name.encode() + b"\n(N" + changes + b"tb."
+    (folder / INDEX_NAME).write_bytes(program)
+    with pytest.raises(CheckpointError, match="changes a class"):
+        read_index(folder)
+
+
+def test_tensor_files_that_would_run_code_are_refused(stored, tmp_path):
+    folder, _ = stored
+    trace = tmp_path / "trace"
+    (data,) = folder.glob("*.distcp")
+    torch.save(_Runs(str(trace)), data)
+    index = read_index(folder)
+    for info in index.storage_data.values():
+        info.offset, info.length = 0, data.stat().st_size
+    (folder / INDEX_NAME).write_bytes(pickle.dumps(index))
+    with pytest.raises(CheckpointError):
+        load_tensors(folder, {"matrix": torch.zeros(5, 3)})
+    assert not trace.exists()

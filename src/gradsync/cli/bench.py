@@ -6,12 +6,14 @@ import platform
 import statistics
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradsync.cli.local_ranks import run_ranks
 from gradsync.cli.options import new_parser
+from gradsync.comm.launchers import adopt
 from gradsync.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,6 +31,13 @@ _BASELINE = "torch/gloo"
 
 def main(arguments: Sequence[str]) -> int:
     """Run ``gradsync bench`` and return its exit code."""
+    if _speaks():
+        return _main(arguments)
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        return _main(arguments)
+
+
+def _main(arguments: Sequence[str]) -> int:
     if arguments and arguments[0] == "collectives":
         return _main_collectives(arguments[1:])
     if arguments and arguments[0] == "recording":
@@ -53,8 +62,23 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _speaks() -> bool:
+    """Whether this process answers to the user: alone, or as the first of the ranks of a launcher."""
+    place = adopt(os.environ)
+    return place is None or place.rank == 0
+
+
+def _measure(entry: Any, given: Any, job: Any) -> dict[int, Any]:
+    """Run on processes of this machine, or as one of the ranks that a launcher has started."""
+    place = adopt(os.environ)
+    if place is None:
+        return run_ranks(entry, given.nproc, job)
+    given.nproc = place.world_size
+    return {0: entry(job)}
+
+
 def _add_common(parser: Any) -> None:
-    parser.option("--nproc", int, 2, "processes")
+    parser.option("--nproc", int, 2, "processes; under torchrun, srun or mpiexec those that it has started")
     parser.option("--backend", str | None, None, "backends, by commas (default: those this machine has)")
     parser.option("--rounds", int, 15, "rounds; the table shows medians")
     parser.option("--json", str | None, None, "file for the raw samples")
@@ -94,12 +118,12 @@ def _bench_one(workload: str, given: Any) -> _Result:
 
     contestants = _chosen(_contestants(_backends(given.backend), given.threads_variant), given.only)
     job = BenchJob(contestants, workload, given.rounds, given.model)
-    timings = run_ranks(run_bench, given.nproc, job)[0]
+    timings = _measure(run_bench, given, job)[0]
     peaks = {}
     if given.memory:
         for contestant in contestants:
             alone = BenchJob((contestant,), workload, 1, given.model, measures_memory=True)
-            peaks[contestant.name] = max(run_ranks(run_bench, given.nproc, alone).values())
+            peaks[contestant.name] = max(_measure(run_bench, given, alone).values())
     return _Result(workload, given.nproc, timings, peaks)
 
 
@@ -185,7 +209,7 @@ def _main_collectives(arguments: Sequence[str]) -> int:
 
     sizes = tuple(size for size in SIZES if size <= given.max_mib * MIB)
     job = CollectivesJob(tuple(_backends(given.backend)), sizes, OPERATIONS, given.rounds)
-    result = run_ranks(run_collectives, given.nproc, job)[0]
+    result = _measure(run_collectives, given, job)[0]
     _print_collectives(result.timings, given.nproc)
     if any(t.backend.endswith("*") for t in result.timings):
         print("* tensors in memory of their own; without the star they lie in the memory that the ranks share")
@@ -209,7 +233,7 @@ def _main_recording(arguments: Sequence[str]) -> int:
         raise ConfigError(f"--workload {given.workload!r} is unknown; there are {', '.join(_WORKLOADS)}")
     from gradsync.bench.job import RecordingJob, run_recording
 
-    cost = run_ranks(run_recording, given.nproc, RecordingJob(given.workload, given.rounds))[0]
+    cost = _measure(run_recording, given, RecordingJob(given.workload, given.rounds))[0]
     for kind, samples in cost.step_s.items():
         ratio = statistics.median(a / b for a, b in zip(samples, cost.step_s["off"], strict=True))
         print(f"{kind:<10} {_ms(statistics.median(samples))} a step, {ratio:.4f} of that without a recorder")
@@ -241,7 +265,7 @@ def _size(num_bytes: int) -> str:
 
 
 def _write_json(path: str | None, content: dict[str, Any]) -> None:
-    if path is None:
+    if path is None or not _speaks():
         return
     import torch
 

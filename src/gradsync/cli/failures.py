@@ -4,20 +4,16 @@ Imports no torch: the launcher reads these before and after it has anything to d
 """
 
 import json
-import re
 import signal
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from gradsync.cli.main import EXIT_FAILED, exit_code_of
+from gradsync.comm.aftermath import is_aftermath
 from gradsync.errors import GradsyncError
 from gradsync.train.config import TrainConfig
 from gradsync.train.runfolder import RunFolder
-
-# What torch and its backends say on the ranks that only notice that another one is gone.
-_LOST_PEER_KINDS = {"DistError", "BackendError", "ReducerFailedError"}
-_LOST_PEER = re.compile(r"peer|connection (closed|reset|refused)|broken pipe|gloo|nccl", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,7 @@ def failure_of(rank: int, error: Exception) -> Failure:
         trace="".join(traceback.format_exception(error)),
         exit_code=exit_code_of(error) if isinstance(error, GradsyncError) else EXIT_FAILED,
         is_expected=is_expected,
-        is_aftermath=_is_aftermath(error),
+        is_aftermath=is_aftermath(error),
     )
 
 
@@ -93,13 +89,3 @@ def keep_trace(config: TrainConfig, failure: Failure) -> None:
         return
     with log.open("a", encoding="utf-8") as file:
         file.write(f"rank {failure.rank}\n{failure.trace}\n")
-
-
-def _is_aftermath(error: BaseException | None) -> bool:
-    while error is not None:
-        kinds = {kind.__name__ for kind in type(error).__mro__}
-        is_ours = isinstance(error, GradsyncError)
-        if kinds & _LOST_PEER_KINDS or (not is_ours and _LOST_PEER.search(str(error))):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

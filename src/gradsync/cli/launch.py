@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-_LOOPBACK = "127.0.0.1"
 _START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 
 
@@ -91,14 +90,17 @@ def launch_config(nproc: int, control: Path) -> "LaunchConfig":
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
+    from gradsync.cli import local_rendezvous
+    from gradsync.comm.interfaces import LOOPBACK
+
+    local_rendezvous.register()
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=nproc,
         run_id="gradsync",
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"{_LOOPBACK}:0",  # 0: any free port
-        local_addr=_LOOPBACK,
+        rdzv_backend=local_rendezvous.NAME,
+        local_addr=LOOPBACK,
         max_restarts=0,
         start_method=_START_METHOD,
         logs_specs=DefaultLogsSpecs(log_dir=str(control / "agent")),

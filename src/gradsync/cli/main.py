@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from gradsync import __version__
 from gradsync.errors import ConfigError, GradsyncError
+from gradsync.observe.terminal import harmless
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def fail(program: str, message: str, code: int) -> int:
     """Print one line about an error and return the exit code."""
-    print(f"{program}: error: {message}", file=sys.stderr)
+    print(harmless(f"{program}: error: {message}"), file=sys.stderr)
     return code
 
 

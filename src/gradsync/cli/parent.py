@@ -1,14 +1,11 @@
 """A child process that does not outlive the one that started it, however that one ends."""
 
-import ctypes
 import multiprocessing
 import multiprocessing.connection
 import os
-import signal
-import sys
 import threading
 
-_PR_SET_PDEATHSIG = 1
+from gradsync.comm.parent import end_with_parent
 
 
 def die_with_parent() -> None:
@@ -17,16 +14,10 @@ def die_with_parent() -> None:
     On Linux the kernel kills it, even where Python can't run. Everywhere a thread waits for the end of a
     pipe that the process holds open that asked for this one; that covers a parent that is gone already.
     """
-    ask_kernel()
+    end_with_parent()
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_wait_for_end_of, args=(parent.sentinel,), daemon=True).start()
-
-
-def ask_kernel() -> None:
-    """Have the kernel kill this process when the thread that forked it is gone; on Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _wait_for_end_of(sentinel: int) -> None:

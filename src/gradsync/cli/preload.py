@@ -5,8 +5,8 @@ launcher for them to do so.
 """
 
 import gradsync.cli.worker as worker
-from gradsync.cli.parent import ask_kernel
+from gradsync.comm.parent import end_with_parent
 
 __all__ = ["worker"]
 
-ask_kernel()
+end_with_parent()

@@ -7,6 +7,7 @@ from typing import Literal
 
 from gradsync.cli.options import new_parser
 from gradsync.errors import ConfigError
+from gradsync.observe.terminal import fit_for
 
 _DESCRIPTION = "Print text that a trained run goes on with."
 
@@ -45,9 +46,9 @@ def main(arguments: Sequence[str]) -> int:
 def _print_stream(prompt: str, pieces: Iterator[str], is_one: bool) -> None:
     if not is_one:
         print("---")
-    sys.stdout.write(prompt)
+    sys.stdout.write(fit_for(sys.stdout, prompt))
     for piece in pieces:
-        sys.stdout.write(piece)
+        sys.stdout.write(fit_for(sys.stdout, piece))
         sys.stdout.flush()
     print(flush=True)
 

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,14 +22,19 @@ from gradsync.cli.cores import num_cores
 from gradsync.cli.failures import describe, failure_of, keep_trace, record
 from gradsync.cli.main import EXIT_INTERRUPTED, EXIT_TERMINATED, fail
 from gradsync.cli.parent import die_with_parent
+from gradsync.comm.last_words import end_now, tell
+from gradsync.comm.watch import watch_of_world
 from gradsync.errors import ConfigError, GradsyncError
 from gradsync.observe.progress import Silent, View, open_view
+from gradsync.observe.terminal import fit_for
 from gradsync.train.config import TrainConfig
 from gradsync.train.interrupt import STOP_WORD, StopReason, StopRequests, listening
 from gradsync.train.job import Job, Place
 from gradsync.train.ranks import Alone, Group, Ranks
 from gradsync.train.runfolder import new_run_path
 from gradsync.train.trainer import Outcome
+
+GiveUp = Callable[[Exception], NoReturn]
 
 _PROGRAM = "gradsync train"
 _EXIT_CODES = {
@@ -61,16 +66,21 @@ def join(config: TrainConfig) -> int:
     """Train as one of the ranks that torchrun, srun or mpiexec has started."""
     requests = StopRequests()
     rank = int(os.environ["RANK"])
-    try:
-        with listening(requests, _TORCHRUN_REPEAT_S):
-            outcome = _train_in_group(config, requests)
-    except Exception as error:  # noqa: BLE001
+
+    def give_up(error: Exception) -> NoReturn:
         failure = failure_of(rank, error)
         keep_trace(config, failure)
         # What all ranks refused together is said once.
         if rank == 0 or not failure.is_expected:
             fail(_PROGRAM, describe(failure, config), failure.exit_code)
-        _exit_now(failure.exit_code)
+        end_now(failure.exit_code)
+
+    try:
+        with listening(requests, _TORCHRUN_REPEAT_S):
+            outcome = _train_in_group(config, requests, give_up)
+    except Exception as error:  # noqa: BLE001
+        tell(error)
+        give_up(error)
     return exit_code(outcome)
 
 
@@ -79,19 +89,24 @@ def run_local_rank(config: TrainConfig, control: Path) -> Outcome:
     die_with_parent()
     requests = StopRequests(control / STOP_WORD)
     rank = int(os.environ["RANK"])
+
+    def give_up(error: Exception) -> NoReturn:
+        failure = failure_of(rank, error)
+        if failure.is_aftermath:
+            time.sleep(_AFTERMATH_S)  # let the launcher notice the rank first that was lost
+        record(control, failure)
+        end_now(failure.exit_code)
+
     # The terminal's Ctrl-C and hang-up reach every process; what is to be done is the launcher's to say.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with listening(requests):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGHUP, signal.SIGTERM})
-            return _train_in_group(config, requests)
+            return _train_in_group(config, requests, give_up)
     except Exception as error:  # noqa: BLE001
-        failure = failure_of(rank, error)
-        if failure.is_aftermath:
-            time.sleep(_AFTERMATH_S)  # let the launcher notice the rank first that was lost
-        record(control, failure)
-        _exit_now(failure.exit_code)
+        tell(error)
+        give_up(error)
 
 
 def exit_code(outcome: Outcome) -> int:
@@ -99,13 +114,16 @@ def exit_code(outcome: Outcome) -> int:
     return _EXIT_CODES[outcome.reason]
 
 
-def _train_in_group(config: TrainConfig, requests: StopRequests) -> Outcome:
+def _train_in_group(config: TrainConfig, requests: StopRequests, give_up: GiveUp) -> Outcome:
     from gradsync.comm.process import destroy_process_group, init_process_group
 
     device = _device(config)
     view = _open_view(config) if int(os.environ["RANK"]) == 0 else Silent()
     with _logging_to(view):
-        init_process_group(config.backend, device_type=device.type)
+        init_process_group(config.backend, device_type=device.type, soft_limit_s=config.soft_limit)
+    watch = watch_of_world()
+    if watch is not None:
+        watch.when_stuck = give_up
     ranks = Group()
     # Rank 0's options: whether there is something to resume looks different on a host that comes a moment later.
     config = ranks.from_first(replace(config, run=config.run or new_run_path(config.preset)))
@@ -136,7 +154,7 @@ def _print_results(outcome: Outcome) -> None:
     loss = "" if outcome.val_loss is None else f", validation loss {outcome.val_loss:.4f} nats per token"
     print(f"finished step {outcome.step} of {outcome.total_steps}{loss}")
     if outcome.sample is not None:
-        print(f"--- sample ---\n{outcome.sample}\n--------------")
+        print(f"--- sample ---\n{fit_for(sys.stdout, outcome.sample)}\n--------------")
     print(f'more samples: gradsync sample {outcome.run} --prompt "..."', flush=True)
 
 
@@ -182,10 +200,3 @@ def _logging_to(view: View) -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-
-
-def _exit_now(code: int) -> NoReturn:
-    # Not through the interpreter's shutdown: a process group with work under way may hang there.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from gradsync.comm.watch import wait_for
+
 Group = dist.ProcessGroup
 
 _FLAT_BYTES = 32 * 2**20
@@ -25,12 +27,12 @@ def exchange_text(group: Group, text: str, device: torch.device) -> list[str]:
     data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(device)
     size = torch.tensor([data.numel()], dtype=torch.int64, device=device)
     sizes = [torch.zeros_like(size) for _ in range(group.size())]
-    dist.all_gather(sizes, size, group=group)
+    _gather(group, sizes, size)
     lengths = [int(s.item()) for s in sizes]
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: data.numel()] = data
     parts = [torch.zeros_like(padded) for _ in range(group.size())]
-    dist.all_gather(parts, padded, group=group)
+    _gather(group, parts, padded)
     return [bytes(part[:n].cpu().numpy()).decode() for part, n in zip(parts, lengths, strict=True)]
 
 
@@ -38,7 +40,7 @@ def exchange_number(group: Group, number: int, device: torch.device) -> list[int
     """Return every rank's 63-bit number, in rank order."""
     mine = torch.tensor([number], dtype=torch.int64, device=device)
     all_of_them = [torch.zeros_like(mine) for _ in range(group.size())]
-    dist.all_gather(all_of_them, mine, group=group)
+    _gather(group, all_of_them, mine)
     return [int(n.item()) for n in all_of_them]
 
 
@@ -53,7 +55,7 @@ def broadcast_tensors(group: Group, tensors: Sequence[torch.Tensor], source: int
         if flat.numel():
             options = dist.BroadcastOptions()
             options.rootRank, options.rootTensor = source, 0
-            group.broadcast([flat], options).wait()
+            wait_for(group, group.broadcast([flat], options))
         start = 0
         for t in chunk:
             num_bytes = t.numel() * t.element_size()
@@ -62,6 +64,10 @@ def broadcast_tensors(group: Group, tensors: Sequence[torch.Tensor], source: int
             _as_bytes(received[-1]).copy_(part)
             start += num_bytes
     return received
+
+
+def _gather(group: Group, parts: list[torch.Tensor], mine: torch.Tensor) -> None:
+    wait_for(group, dist.all_gather(parts, mine, group=group, async_op=True))
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from gradsync.comm.segment import Segment, map_peer
 from gradsync.errors import BackendError
 
 _HELLO = struct.Struct("<16sIQ")  # the secret of the receiver, rank of the sender, size of its segment
+_CREDENTIALS = struct.Struct("iii")  # process, user, group
 _RETRY_S = 0.01
 _STRANGER_PATIENCE_S = 5.0  # how long a connection may take to say who it is
 
@@ -38,6 +39,12 @@ class Meeting:
         """Close every connection."""
         for connection in [*self.sockets.values(), *self.message_sockets.values()]:
             connection.close()
+
+
+def user_of(connection: socket.socket) -> int:
+    """The user of the process at the other end of a UNIX socket, as the kernel says."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(credentials)[1])
 
 
 def host_id() -> str:
@@ -111,6 +118,8 @@ class _Guest:
             with far:
                 connection.settimeout(self._left_s())
                 connection.connect(address)
+                if user_of(connection) != os.geteuid():
+                    raise ConnectionRefusedError(f"rank {peer}'s address belongs to another user's process")
                 self._say_hello(connection, secret, [far.fileno()])
                 if self._hear_hello(connection, [peer], 1) is not None:
                     self.meeting.message_sockets[peer] = near
@@ -129,6 +138,8 @@ class _Guest:
             connection, _ = self.listener.accept()
             heard = None
             try:
+                if user_of(connection) != os.geteuid():
+                    return
                 connection.settimeout(min(self._left_s(), _STRANGER_PATIENCE_S))
                 heard = self._hear_hello(connection, self.missing(), 2)
                 if heard is not None:

@@ -6,6 +6,7 @@ alike); this adds the choice of a backend and one line that says what was chosen
 
 import logging
 import os
+import signal
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,13 +15,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from gradsync.comm import last_words
 from gradsync.comm.backends import are_on_one_host, choose_backend
 from gradsync.comm.interfaces import check_choices
 from gradsync.comm.launchers import adopt
+from gradsync.comm.parent import end_with_parent
+from gradsync.comm.roll_call import Card, meet, no_connection
+from gradsync.comm.store import is_served_by_launcher
+from gradsync.comm.watch import DEFAULT_SOFT_LIMIT_S, set_soft_limit, stop_all
 from gradsync.errors import BackendError, ConfigError
 
 logger = logging.getLogger("gradsync")
 
+_LAST_LOOK_S = 1.0
 _ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 
 
@@ -55,7 +62,9 @@ def init_process_group(
     world_size: int = -1,
     rank: int = -1,
     store: Any = None,
+    *,
     device_type: str | None = None,
+    soft_limit_s: float = DEFAULT_SOFT_LIMIT_S,
     **kwargs: Any,
 ) -> None:
     """Start the default process group; the arguments are those of ``torch.distributed.init_process_group``.
@@ -64,22 +73,45 @@ def init_process_group(
     mpi4py is installed), shared memory (``shm``) for CPU ranks that are known to run on one Linux host, and gloo
     elsewhere; ``device_type="cpu"`` asks for what fits CPU tensors where there are GPUs. What was chosen is logged on
     rank 0 (logger ``gradsync``, level INFO). The place among the ranks comes from the environment as torchrun sets it,
-    or from that of Slurm's ``srun`` or of ``mpiexec``.
+    or from that of Slurm's ``srun`` or of ``mpiexec``. Where the ranks meet through ``MASTER_ADDR``, the store listens
+    on that address alone, and ranks that are all on one machine open no port beyond it.
+
+    An exception that nobody catches is told to the other ranks from now on. Started by torchrun, this process gets
+    SIGTERM when torchrun is gone.
+
+    Args:
+        backend: a name as torch spells it, or ``"auto"``.
+        init_method: see torch.
+        timeout: how long a collective may take, and how long the ranks may take to come.
+        world_size: see torch.
+        rank: see torch.
+        store: see torch.
+        device_type: of the tensors to come, where it is not the machine's best.
+        soft_limit_s: how long a rank may wait for the others in the engine before all of them raise an error that says
+            where each one is; 0 for no limit but the group's.
+        **kwargs: see torch.
 
     Raises:
         ConfigError: the backend is not available, or the environment lacks what ``env://`` needs.
-        BackendError: the ranks did not find each other within the time-out.
+        BackendError: the ranks did not find each other within the time-out; those that are missing are named.
     """
+    if not soft_limit_s >= 0:
+        raise ConfigError(f"soft_limit_s is a number of seconds, or 0 for none, but got {soft_limit_s!r}")
     check_choices(os.environ)
     is_by_environment = store is None and init_method in (None, "env://")
     place = adopt(os.environ) if is_by_environment else None
     launcher = None if place is None else place.launcher
     choice = choose_backend(backend or "auto", launcher, device_type, are_on_one_host(init_method, store))
+    cards: list[Card] = []
     if launcher == "mpiexec" and "MASTER_ADDR" not in os.environ:
         store = _meet_through_mpi(timeout)
         world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     elif is_by_environment:
         _check_environment(world_size, rank)
+        rank = rank if rank >= 0 else int(os.environ["RANK"])
+        world_size = world_size if world_size >= 0 else int(os.environ["WORLD_SIZE"])
+        store, cards = meet(rank, world_size, timeout or default_pg_timeout)
+        init_method = None
     if choice.name == "nccl" and "device_id" not in kwargs:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", max(rank, 0))) % torch.cuda.device_count())
     try:
@@ -93,9 +125,15 @@ def init_process_group(
             **kwargs,
         )
     except dist.DistNetworkError as error:
-        raise BackendError(
-            f"the ranks could not meet: {error}; check MASTER_ADDR, MASTER_PORT and the firewall"
-        ) from error
+        raise BackendError(no_connection(error, cards)) from error
+    except RuntimeError as error:
+        if "connect" not in str(error).lower():
+            raise
+        raise BackendError(no_connection(error, cards)) from error
+    set_soft_limit(soft_limit_s)
+    last_words.install(serves_store=bool(cards) and dist.get_rank() == 0 and not is_served_by_launcher())
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent(signal.SIGTERM, yields=True)
     if dist.get_rank() == 0:
         logger.info("process group: %s, %d rank(s) (%s)", choice.name, dist.get_world_size(), choice.reason)
 
@@ -128,4 +166,5 @@ def _check_environment(world_size: int, rank: int) -> None:
 def destroy_process_group() -> None:
     """Shut the default process group down, and with it all others; harmless when there is none."""
     if dist.is_initialized():
+        stop_all(_LAST_LOOK_S)
         dist.destroy_process_group()

@@ -6,6 +6,7 @@ order, which gives the same bits everywhere. Other backends know how to do that 
 """
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -65,11 +66,14 @@ class _GatheredSum:
         """A future of their arrival."""
         return None if self._work is None else self._work.get_future()
 
-    def wait(self) -> None:
-        """See ``Pending``; a second call does nothing."""
+    def wait(self, limit: timedelta | None = None) -> None:
+        """See ``Pending``; a second call does nothing. With a limit: raise if it is not complete by then, and go on."""
         if self._work is None:
             return
-        self._work.wait()
+        if limit is None:
+            self._work.wait()
+        else:
+            self._work.wait(limit)
         self._work = None
         first, second, *rest = self._gathered.view(-1, self._flat.numel()).unbind()
         torch.add(first, second, out=self._flat)

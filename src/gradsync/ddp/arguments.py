@@ -127,6 +127,12 @@ def check_devices(parameters: Sequence[torch.Tensor], device_ids: Sequence[Any] 
         )
 
 
+def check_soft_limit(limit_s: float | None) -> None:
+    """Raise ConfigError for a limit that is no number of seconds."""
+    if limit_s is not None and (isinstance(limit_s, bool) or not isinstance(limit_s, int | float) or not limit_s >= 0):
+        raise ConfigError(f"soft_limit_s is a number of seconds, or 0 for none, but got {limit_s!r}")
+
+
 def check_caps(cap_mb: float | str | None, cap_mb_list: Sequence[float] | None) -> None:
     """Raise ConfigError for bucket limits that are no positive numbers."""
     if cap_mb == "auto" and cap_mb_list is None:

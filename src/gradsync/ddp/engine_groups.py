@@ -8,9 +8,11 @@ from typing import cast
 
 import torch
 
+from gradsync.comm import last_words
 from gradsync.comm.groups import Group
 from gradsync.comm.private import Lease, borrow_group
 from gradsync.comm.summing import Pending, choose_sum
+from gradsync.comm.watch import Waits, watch_of_world
 from gradsync.ddp.bucket import allocate_zeros
 
 
@@ -21,9 +23,16 @@ class EngineGroups:
     it uses those of its original until ``make_private``, which all ranks reach together.
     """
 
-    def __init__(self, parent: Group, device: torch.device, original: "EngineGroups | None" = None) -> None:
+    def __init__(
+        self,
+        parent: Group,
+        device: torch.device,
+        original: "EngineGroups | None" = None,
+        soft_limit_s: float | None = None,
+    ) -> None:
         self._parent = parent
         self._device = device
+        self._soft_limit_s = soft_limit_s
         self._lease: Lease | None = None
         self._is_shared = original is not None
         self.is_on_host = device.type == "cpu"
@@ -65,7 +74,19 @@ class EngineGroups:
         """Start to sum a flat CPU tensor over the ranks, in place; the caller is about to wait for it."""
         return self._sum_words(flat, True)
 
+    def wait_for_bucket(self, pending: Pending, number: int) -> None:
+        """Wait for the sum of a bucket; see ``Waits.wait`` for what it raises."""
+        self.waits.wait(pending, number)
+
+    def wait_for_words(self, pending: Pending) -> None:
+        """Wait for the sum of control words."""
+        self._word_waits.wait(pending)
+
     def _choose_sums(self) -> None:
+        last_words.install()
+        watch = watch_of_world()
+        self.waits = Waits(self.buckets, watch, self._soft_limit_s)
+        self._word_waits = Waits(self.control, watch, self._soft_limit_s)
         self._sum_bucket = choose_sum(self.buckets, self._device)
         self._sum_words = choose_sum(self.control, torch.device("cpu"))
 

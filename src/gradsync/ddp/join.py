@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 
+from gradsync.comm.watch import wait_for
 from gradsync.ddp.replicas import broadcast_state
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def announce(ddp: "DistributedDataParallel", mine: Announcement) -> Announcement
     words = torch.tensor([mine.source, *map(int, flags)], dtype=torch.int64, device="cpu")
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
-    ddp.reducer.control_group.allreduce([words], options).wait()
+    wait_for(ddp.reducer.control_group, ddp.reducer.control_group.allreduce([words], options))
     source, *told = words.tolist()
     return Announcement(source, *map(bool, told))
 

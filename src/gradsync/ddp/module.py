@@ -84,6 +84,8 @@ class DistributedDataParallel(TorchSurface):
         forward_sync_buffers: send rank 0's buffers to all ranks before a training forward; None means True.
         reduction: ``"mean"`` divides the sum by the number of ranks, ``"sum"`` doesn't, ``"weighted"`` divides it by
             the total given to ``add_gradient_weight``.
+        soft_limit_s: how long a rank waits for the others before all of them raise an error that says where each one
+            is; None for that of ``init_process_group`` (60 s), 0 for none.
         check_replicas_every: compare all ranks' parameters in every so many-th pass; None means 100, or 0 (never)
             without ``init_sync``. Not done with a communication hook.
         check_finite: look at every rank's gradients before they are averaged, and raise a NonFiniteError that names
@@ -120,6 +122,7 @@ class DistributedDataParallel(TorchSurface):
         forward_sync_buffers: bool | None = None,
         *,
         reduction: str = "mean",
+        soft_limit_s: float | None = None,
         check_replicas_every: int | None = None,
         check_finite: bool = False,
     ) -> None:
@@ -156,6 +159,7 @@ class DistributedDataParallel(TorchSurface):
                 ),
                 lambda: arguments.check_caps(bucket_cap_mb, bucket_cap_mb_list),
                 lambda: arguments.check_reduction(reduction),
+                lambda: arguments.check_soft_limit(soft_limit_s),
                 lambda: arguments.check_interval(check_replicas_every),
                 lambda: check_parameters(named),
                 lambda: arguments.check_devices([p for _, p in named], device_ids, output_device),
@@ -177,6 +181,7 @@ class DistributedDataParallel(TorchSurface):
             Reduction(reduction),
             check_replicas_every,
             check_finite,
+            soft_limit_s=soft_limit_s,
             tunes_buckets=bucket_cap_mb == "auto",
         )
         self.bucket_bytes_cap_list = [int(cap * MIB) for cap in bucket_cap_mb_list or ()]
@@ -230,8 +235,9 @@ class DistributedDataParallel(TorchSurface):
         self._unsynced_forward_in_window = False
         self._seen_backwards = 0
         self._seen_passes = 0
+        original_groups = None if original is None else original.reducer.groups
+        groups = EngineGroups(group, self.device, original_groups, self._settings.soft_limit_s)
         self._is_timed = False
-        groups = EngineGroups(group, self.device, None if original is None else original.reducer.groups)
         self.reducer = Reducer(self._watch, groups, self._settings)
         if group.size() == 1 and self._settings.reduction != "weighted":
             self.reducer.detach()
@@ -263,6 +269,7 @@ class DistributedDataParallel(TorchSurface):
         self._before_forward()
         if self._is_active:
             self.reducer.settle()
+            self.reducer.groups.waits.enter("forward", self.reducer.num_passes)
         self._is_timed = self.training and torch.is_grad_enabled()
         if self._is_timed:
             self.reducer.timeline.forward_begins()

@@ -156,6 +156,7 @@ class Reducer(Planned, ReducerSurface):
                 f"rank {self.rank}: an earlier pass failed, so no gradient is synchronised any more: {self.failure}; "
                 f"end the program, or call reset_after_failure() on all ranks"
             )
+        self.groups.waits.check()
         if self._is_open and not self._in_pass and torch._C._current_graph_task_id() == -1:
             self._complete_abandoned()
 
@@ -182,6 +183,7 @@ class Reducer(Planned, ReducerSurface):
         return self._waits_for_end if self._expected is not None else b"\1" * len(self.specs)
 
     def _open_pass(self) -> None:
+        self.groups.waits.enter("backward", self.num_passes)
         awaited = self.readiness.num_awaited(self.plan)
         if self.watch.has_changed():
             self._change = self._owned()
@@ -252,8 +254,11 @@ class Reducer(Planned, ReducerSurface):
             else:
                 bucket.work = self.groups.sum_bucket(bucket.buffer.whole, bucket is self.buckets[-1])
         except BaseException as error:
-            self.fail(error)
-            raise
+            cause = self.groups.waits.explain(error)
+            self.fail(cause)
+            if cause is error:
+                raise
+            raise cause from error
         self.timeline.bucket_launched(bucket.number, bucket.work)
 
     @property
@@ -442,21 +447,27 @@ class Reducer(Planned, ReducerSurface):
         self._change = None
         self._converted = {}
         self.num_passes += 1
+        self.groups.waits.enter("after backward", self.num_passes)
         for bucket in self.buckets:
             bucket.work = None
 
     def _wait(self) -> ControlWords:
+        words_are_due = not self._words_ride
         for bucket in self.buckets:
             self.timeline.wait_begins(bucket.number)
+            if words_are_due:  # first: they were launched last, so after them no wait for a bucket is without an end
+                self.groups.wait_for_words(self._words_work)
+                words_are_due = False
             if self.hook is not None:
                 self.hook.wait(bucket, [self.names[i] for i in bucket.plan.indices])
             else:
-                bucket.work.wait()
+                self.groups.wait_for_bucket(bucket.work, bucket.number)
             self.timeline.wait_ends(bucket.number)
         if self._words_ride:
             return read_words(self.buckets[-1].buffer.words, len(self.specs))
         assert self._words is not None
-        self._words_work.wait()
+        if words_are_due:
+            self.groups.wait_for_words(self._words_work)
         return read_words(self._words.numpy(), len(self.specs))
 
     def _check(self, words: ControlWords) -> None:
@@ -466,9 +477,9 @@ class Reducer(Planned, ReducerSurface):
             if not is_same_change(words.slots):
                 planned = list(zip(self.names, self.parameters, strict=True))
                 raise_other_change(planned if self._change is None else self._change, self.control_group)
-        except ContractError:
+        except ContractError as error:
             self._drop_gradients()
-            raise
+            raise self.groups.waits.cause_of(error) from None
         check_same_pass(words.slots, self.rank)
         try:
             self.replica_check.check(words.slots, self.num_passes, self.names, self.parameters, self.control_group)
@@ -595,6 +606,7 @@ class Reducer(Planned, ReducerSurface):
     def reset_after_failure(self) -> None:
         """Forget a failure and everything learned; to be called on all ranks, on a group that still works."""
         self.failure = None
+        self.groups.waits.forget()
         self._pass = None
         self._is_open = False
         self._install(self._owned())

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from gradsync.comm.groups import Group, broadcast_tensors, exchange_number, exchange_text
+from gradsync.comm.notices import exchange_notices
+from gradsync.comm.watch import wait_for
 from gradsync.ddp.bucket import local_tensor
 from gradsync.errors import ContractError
 
@@ -51,9 +53,10 @@ def check_contract(group: Group, description: Description, device: torch.device,
     text = json.dumps(description)
     data = text.encode()
     digest = zlib.crc32(data) << 31 | zlib.adler32(data) >> 1
-    if len(set(exchange_number(group, digest, device))) == 1:
+    digests: Sequence[object] = exchange_notices(group, "digest", str(digest)) or exchange_number(group, digest, device)
+    if len(set(digests)) == 1:
         return
-    everyone = exchange_text(group, text, device)
+    everyone = exchange_notices(group, "model", text) or exchange_text(group, text, device)
     raise ContractError(
         f"rank {rank}: DDP expects same model across all ranks, but {first_difference(everyone)}; build the model with "
         f"the same code and the same arguments on every rank"
@@ -134,7 +137,7 @@ def have_equal_shapes(group: Group, named: dict[str, torch.Tensor]) -> bool:
     words = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
-    group.allreduce([words], options).wait()
+    wait_for(group, group.allreduce([words], options))
     highest, negative_lowest = words.tolist()
     return bool(highest == -negative_lowest)
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from gradsync.comm.groups import Group
+from gradsync.comm.watch import wait_for
 from gradsync.ddp.bucket import Bucket, local_tensor
 from gradsync.ddp.control import ControlWords
 from gradsync.ddp.plan import make_plan, parameter_spec
@@ -37,7 +38,7 @@ def reduce_newcomers(
     verify(reducer.control_group, newcomers, reducer.rank, torch.device("cpu"))
     parameters = [p for _, p in newcomers]
     has_grad = torch.tensor([float(p.grad is not None) for p in parameters], dtype=torch.float32, device="cpu")
-    reducer.control_group.allreduce([has_grad]).wait()
+    wait_for(reducer.control_group, reducer.control_group.allreduce([has_grad]))
     specs = [parameter_spec(name, local_tensor(p)) for name, p in newcomers]
     plan = make_plan(specs, range(len(specs)), reducer.settings.caps_bytes)
     for number, bucket_plan in enumerate(plan.buckets, start=len(reducer.buckets)):
@@ -94,14 +95,14 @@ def _exchange_kinds(group: Group, grad: torch.Tensor | None) -> tuple[list[int],
     length = grad._nnz() if grad is not None and grad.is_sparse else 0
     own = torch.tensor([kind, length], dtype=torch.int64, device="cpu")
     everyone = [torch.zeros_like(own) for _ in range(group.size())]
-    group.allgather([everyone], [own]).wait()
+    wait_for(group, group.allgather([everyone], [own]))
     return [int(e[0]) for e in everyone], [int(e[1]) for e in everyone]
 
 
 def _reduce_dense(group: Group, parameter: torch.Tensor, grad: torch.Tensor | None, factor: float) -> torch.Tensor:
     dense = torch.zeros_like(parameter) if grad is None else (grad.to_dense() if grad.is_sparse else grad.clone())
     dense.mul_(factor)
-    group.allreduce([dense]).wait()
+    wait_for(group, group.allreduce([dense]))
     return dense
 
 
@@ -119,8 +120,8 @@ def _gather_sparse(
     all_indices = [torch.zeros_like(indices) for _ in lengths]
     all_values = [torch.zeros_like(values) for _ in lengths]
     if longest:
-        group.allgather([all_indices], [indices]).wait()
-        group.allgather([all_values], [values]).wait()
+        wait_for(group, group.allgather([all_indices], [indices]))
+        wait_for(group, group.allgather([all_values], [values]))
     rows = torch.cat([part[:n] for part, n in zip(all_indices, lengths, strict=True)])
     entries = torch.cat([part[:n] for part, n in zip(all_values, lengths, strict=True)])
     return torch.sparse_coo_tensor(rows.unsqueeze(0), entries, parameter.shape, check_invariants=False).coalesce()

@@ -26,5 +26,7 @@ class Settings:
     """Passes between comparisons of the ranks' parameters; 0 for none."""
     check_finite: bool = False
     """Whether to look for gradients that are infinite or not a number before they are averaged."""
+    soft_limit_s: float | None = None
+    """How long to wait for the other ranks; None for the process's own limit."""
     tunes_buckets: bool = False
     """Whether the plan is to be fitted to the link once it is known when gradients arrive."""

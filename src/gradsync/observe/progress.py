@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import IO, Any, Literal, Protocol
 
 from gradsync.observe.records import StepRecord
+from gradsync.observe.terminal import harmless
 
 Clock = Callable[[], float]
 Mode = Literal["auto", "live", "plain", "none"]
@@ -104,7 +105,7 @@ class Plain:
 
     def note(self, message: str) -> None:
         """Print the message."""
-        print(message, file=self._stream, flush=True)
+        print(harmless(message), file=self._stream, flush=True)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -155,7 +156,7 @@ class Live:
 
     def note(self, message: str) -> None:
         """Print above the bar."""
-        self._console.print(message, markup=False)
+        self._console.print(harmless(message), markup=False)
 
     def close(self) -> None:
         """Stop drawing and give the cursor back."""

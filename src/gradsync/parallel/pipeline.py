@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 
 from gradsync.ddp.module import DistributedDataParallel
@@ -154,6 +153,9 @@ class Pipelined(Replica):
         return list(self._stages)
 
     def _make_schedule(self, runnable: Sequence[nn.Module]) -> Any:
+        # Here, since its import takes a good part of a second that runs without a pipeline need not spend.
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
         flow, mesh = self._flow, self._mesh
         degree = mesh.degrees.pipeline
         total = num_stages(flow.schedule, degree)

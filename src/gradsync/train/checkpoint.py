@@ -172,10 +172,13 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         is_ours = manifest["format"] == FORMAT
         version = manifest["version"]
         checkpoint = Checkpoint(folder, manifest["step"], manifest["facts"], manifest["files"])
+        foreign = [name for name in checkpoint.files if name != os.path.basename(name) or name in ("", ".", "..")]
     except OSError as error:
         raise CheckpointError(f"{path} could not be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    if foreign:
+        raise CheckpointError(f"{path} names {foreign[0]!r}, which is no file of the checkpoint's own folder")
     if not is_ours or version != VERSION:
         raise CheckpointError(f"{path} is not a gradsync checkpoint of version {VERSION}")
     return checkpoint

@@ -169,6 +169,13 @@ class TrainConfig:
     )
     device: Literal["auto", "cpu", "cuda"] = _option("auto", "where the ranks compute", "hardware", per_start=True)
     backend: str = _option("auto", "process group backend: auto, gloo, nccl, ...", "hardware", per_start=True)
+    soft_limit: float = _option(
+        60.0,
+        "seconds that a rank waits for the others before all stop and say where each one is; 0 for no limit",
+        "hardware",
+        per_start=True,
+        at_least=0,
+    )
     threads: int | None = _option(
         None,
         "CPU threads of a rank (by default its share of the cores)",

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from gradsync import __version__
+from gradsync.comm.watch import excused
 from gradsync.data.loader import evaluation_batches
 from gradsync.errors import CheckpointError
 from gradsync.observe.memory import resident_bytes
@@ -119,7 +120,7 @@ class Job:
         config = self._config
         options = SampleOptions(config.sample_tokens, config.sample_temperature, config.sample_top_k, config.seed)
         tokenizer = self._material.corpus.tokenizer
-        with self._modes.elsewhere():
+        with self._modes.elsewhere(), excused("a sample"):
             pieces = stream_text(replica, tokenizer, config.sample_prompt, options, self._place.device)
             text = config.sample_prompt + "".join(pieces)
         if is_first:
@@ -196,7 +197,8 @@ class Job:
     def _find_checkpoint(self) -> Path | None:
         if self._place.ranks.rank != 0:
             return None
-        checkpoint = newest_intact(self._folder.checkpoints, self.note)
+        with excused("looking for an intact checkpoint"):
+            checkpoint = newest_intact(self._folder.checkpoints, self.note)
         return checkpoint.folder if checkpoint else None
 
     def _load(self, path: Path) -> int:

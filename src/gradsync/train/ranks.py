@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
+from gradsync.comm.watch import wait_for
 from gradsync.errors import GradsyncError
 
 T = TypeVar("T")
@@ -67,7 +68,8 @@ class Alone:
 class Group:
     """The ranks of the default process group."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_watched: bool = True) -> None:
+        self._is_watched = is_watched
         self.rank = dist.get_rank()
         self.world = dist.get_world_size()
         self.host_group = dist.new_group(backend="gloo")
@@ -77,25 +79,32 @@ class Group:
         work: Any = dist.all_reduce(tensor, async_op=True)
 
         def wait() -> None:
-            work.wait()
+            wait_for(dist.group.WORLD, work)
 
         return wait
 
     def from_first(self, value: T) -> T:
         """Broadcast over the host group."""
+        self._meet()
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self.host_group)
         return box[0]
 
     def gather(self, value: T) -> list[T]:
         """Gather over the host group."""
+        self._meet()
         values: list[Any] = [None] * self.world
         dist.all_gather_object(values, value, group=self.host_group)
         return values
 
     def twin(self) -> Ranks:
-        """Return the ranks with another host group."""
-        return Group()
+        """Return the ranks with another host group, for a thread in the background: nobody minds its waiting."""
+        return Group(is_watched=False)
+
+    def _meet(self) -> None:
+        """Wait for the others where the wait is watched; what follows takes no time."""
+        if self._is_watched:
+            wait_for(self.host_group, dist.barrier(self.host_group, async_op=True))
 
 
 def together(ranks: Ranks, action: Callable[[], T]) -> T:

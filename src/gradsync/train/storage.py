@@ -45,7 +45,20 @@ _INDEX_CLASSES = {
 }
 
 
-class _IndexUnpickler(pickle.Unpickler):
+# The one written in Python, which can be told not to change a class; typeshed doesn't know it.
+_PythonUnpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]
+
+
+class _IndexUnpickler(_PythonUnpickler):  # type: ignore[misc]
+    dispatch = dict(_PythonUnpickler.dispatch)
+
+    def load_build(self) -> None:
+        if isinstance(self.stack[-2], type):
+            raise CheckpointError("the checkpoint's index changes a class; it was made to run code, and is not loaded")
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
+
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and name in _DTYPE_NAMES
         if is_dtype or name in _INDEX_CLASSES.get(module, ()):

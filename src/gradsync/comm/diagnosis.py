@@ -1,0 +1,117 @@
+"""What the places of all ranks say about why nobody gets on: words only, no store and no torch.
+
+The odd one out is whoever does not wait like the others: who does not answer, has left, or is elsewhere. If all wait,
+it is whoever waits in another pass or for another bucket.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from gradsync.comm.ledger import Place
+
+_COLLECTIVE = re.compile(r"distributed_c10d\.py:\d+ in (\w+)|functional_collectives")
+_INNER_FUNCTIONS = {"wrapper", "wait", "_object_to_tensor"}
+_DATA = re.compile(
+    r"dataloader|data_loader|dataset|loader\.py| in \w*(load|fetch|collate|next_batch)\w*", re.IGNORECASE
+)
+_EVALUATION = re.compile(r" in \w*(eval|valid|test_step|sample|generate)\w*", re.IGNORECASE)
+_SAVING = re.compile(r" in \w*(save|checkpoint)\w*|serialization\.py", re.IGNORECASE)
+
+
+def diagnose(
+    members: Sequence[int], places: Mapping[int, Place], left: Sequence[int], limit_s: float, asker: int
+) -> str:
+    """Return what to tell all ranks: who waits, where every rank is, who is the odd one, and what is likely."""
+    mine = places.get(asker)
+    waited_s = limit_s if mine is None or mine.waited_s is None else mine.waited_s
+    lines = [f"rank {asker} has waited {waited_s:.1f} s for other ranks, and the soft limit is {limit_s:g} s"]
+    lines += [f"  rank {rank}: {_describe(places.get(rank), rank in left)}" for rank in members]
+    odd, cause = odd_ones(members, places, left)
+    if odd:
+        lines.append(f"the odd one out is {name_of(odd)}: {cause}")
+    else:
+        lines.append(cause)
+    lines.append("if this is meant to take so long, raise soft_limit_s (gradsync train: --soft-limit)")
+    return "\n".join(lines)
+
+
+def odd_ones(members: Sequence[int], places: Mapping[int, Place], left: Sequence[int]) -> tuple[list[int], str]:
+    """Return the ranks that are not where the others are, and the likely cause with its cure."""
+    gone = [rank for rank in members if rank in left]
+    if gone:
+        return gone, (
+            "it has left its loop and ended, so it had fewer batches than the others; give all ranks the same "
+            "number of batches, or train inside ddp.join()"
+        )
+    silent = [rank for rank in members if rank not in places]
+    if silent:
+        return silent, (
+            "it does not answer: it was killed, is stopped, cannot be reached, or does not use gradsync; look at "
+            "its output and its machine"
+        )
+    elsewhere = [rank for rank in members if places[rank].waited_s is None]
+    if elsewhere and len(elsewhere) < len(members):
+        return elsewhere, _cause_of(places[elsewhere[0]])
+    return _unlike_the_others(members, places)
+
+
+def name_of(ranks: Sequence[int]) -> str:
+    """Return ``rank 3`` or ``ranks 3, 5``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _unlike_the_others(members: Sequence[int], places: Mapping[int, Place]) -> tuple[list[int], str]:
+    for what, of in (
+        ("pass", {rank: places[rank].step for rank in members}),
+        ("phase", {rank: places[rank].phase for rank in members}),
+        ("bucket", {rank: places[rank].bucket for rank in members}),
+    ):
+        counts = Counter(of.values())
+        if len(counts) > 1:
+            usual = max(counts, key=lambda value: (counts[value], of[members[0]] == value))
+            odd = [rank for rank in members if of[rank] != usual]
+            return odd, (
+                f"it waits in {what} {of[odd[0]]} and the others in {what} {usual}: it skipped a backward, ran one "
+                f"more, or branched before a collective; every rank must run the same number of synchronised "
+                f"backwards (uneven inputs: ddp.join())"
+            )
+    return [], (
+        "all ranks wait in the same place, so none of them is late: look at the network between them and at the "
+        "process group's backend"
+    )
+
+
+def _cause_of(place: Place) -> str:
+    where = "; ".join(place.stack)
+    innermost = place.stack[-1] if place.stack else "an unknown place"
+    collective = [name for name in _COLLECTIVE.findall(where) if name not in _INNER_FUNCTIONS]
+    if collective or _COLLECTIVE.search(where):
+        name = next((name for name in reversed(collective) if name), "another one")
+        return (
+            f"it is in a collective that the others did not issue ({name}); every rank must issue the same "
+            "collectives in the same order"
+        )
+    if _DATA.search(where):
+        return f"its data loader has no batch ready ({innermost}); look at its storage and its loader's workers"
+    if _EVALUATION.search(where):
+        return (
+            f"it evaluates while the others train ({innermost}); evaluate on all ranks, or let the others wait "
+            "in a barrier of your own"
+        )
+    if _SAVING.search(where):
+        return f"it is saving ({innermost}); save on all ranks together, or in the background"
+    return (
+        f"it is busy elsewhere ({innermost}); it may be slow, stuck, or past the end of its loop (uneven inputs: join)"
+    )
+
+
+def _describe(place: Place | None, has_left: bool) -> str:
+    if has_left:
+        return "has ended"
+    if place is None:
+        return "no answer"
+    doing = place.phase if place.bucket is None else f"{place.phase}, bucket {place.bucket}"
+    waited = "" if place.waited_s is None else f" (waiting for {place.waited_s:.1f} s)"
+    stack = "".join(f"\n      {line}" for line in place.stack)
+    return f"pass {place.step}, {doing}{waited}{stack}"

@@ -1,0 +1,67 @@
+"""Texts exchanged through the store instead of a collective.
+
+A collective pairs with whatever the other ranks have issued, so a rank that is somewhere else turns it into nonsense, a
+crash or a hang. Notices pair by their name only: who has not written his is missing, and can be asked where he is.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+from gradsync.comm.groups import Group
+from gradsync.comm.ledger import can_hold_ledger
+from gradsync.comm.watch import Waits, watch_of_world
+
+_torch: Any = dist  # for what torch's stubs leave out
+_QUICK_S = 0.05
+_QUICK_LOOK_S = 0.0005
+_SLICE = timedelta(seconds=0.2)
+_rounds: Counter[str] = Counter()
+
+
+def exchange_notices(group: Group, topic: str, text: str) -> list[str] | None:
+    """Return every rank's text, in rank order; None if the ranks share no store for it.
+
+    Raises:
+        RankFailedError: another rank has failed or is gone.
+        StalledError: some rank did not come; the message says where all ranks are.
+    """
+    watch = watch_of_world()
+    entry = dist.distributed_c10d._world.pg_map.get(group)
+    if watch is None or entry is None or not can_hold_ledger(entry[1]):
+        return None
+    name = f"{group.group_name}/{topic}"
+    _rounds[name] += 1
+    store = _torch.PrefixStore(f"gradsync/notices/{name}/{_rounds[name]}", dist.distributed_c10d._get_default_store())
+    store.set(str(group.rank()), text)
+    keys = [str(rank) for rank in range(group.size())]
+    Waits(group, watch, None, is_sliced=True).wait(_Notices(store, keys))
+    if store.has_extended_api():
+        return [value.decode() for value in store.multi_get(keys)]
+    return [store.get(key).decode() for key in keys]
+
+
+class _Notices:
+    """Looks like a work that is complete when all notices are there."""
+
+    def __init__(self, store: Any, keys: Sequence[str]) -> None:
+        self._store = store
+        self._keys = list(keys)
+
+    def wait(self, limit: timedelta | None = None) -> None:
+        """Wait for all notices; with a limit, raise RuntimeError when it is over."""
+        until_s = time.monotonic() + _QUICK_S
+        while time.monotonic() < until_s:
+            if self._store.check(self._keys):
+                return
+            time.sleep(_QUICK_LOOK_S)
+        self._store.wait(self._keys, limit or default_pg_timeout)
+
+    def is_completed(self) -> bool:
+        """Whether all notices are there."""
+        return bool(self._store.check(self._keys))

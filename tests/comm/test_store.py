@@ -1,0 +1,54 @@
+"""The store listens where it was told to and nowhere else."""
+
+import os
+import socket
+import sys
+from datetime import timedelta
+
+import pytest
+
+from gradsync.comm.interfaces import interfaces
+from gradsync.comm.store import open_store, resolve, serve_store
+from listening import addresses
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's tables of sockets")
+
+LIMIT = timedelta(seconds=10)
+
+
+def own_addresses() -> list[str]:
+    return [address for each in interfaces() for address in each.addresses if ":" not in address]
+
+
+@pytest.mark.parametrize("address", own_addresses())
+def test_it_listens_on_the_chosen_address_alone(address: str) -> None:
+    before = addresses([os.getpid()])
+    store = serve_store(address, 0, 2, LIMIT)
+    assert addresses([os.getpid()]) - before == {(address, store.port)}
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("address", own_addresses())
+def test_rank_0_listens_where_master_addr_says(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    monkeypatch.setenv("MASTER_ADDR", address)
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    before = addresses([os.getpid()])
+    store = open_store(0, 2, LIMIT)
+    assert addresses([os.getpid()]) - before == {(address, port)}
+    other = open_store(1, 2, LIMIT)
+    other.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_names_become_addresses_the_same_way_everywhere() -> None:
+    assert resolve("localhost") == "127.0.0.1"
+    assert resolve("no-such-host.invalid") == "no-such-host.invalid"
