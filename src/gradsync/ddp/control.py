@@ -9,9 +9,9 @@ exactly; in a slot, where all ranks but one add 0, they may be any.
 """
 
 import enum
-import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,8 +35,7 @@ class RankState(enum.IntEnum):
     """Its backward raised an exception; it completes the pass so that the others don't wait."""
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """What one rank tells the others in a pass; each field is one word."""
 
     state: int
@@ -68,10 +67,9 @@ class Slot:
         return self.weight_high * float(2**20) + self.weight_low
 
 
-SLOT_WORDS = len(fields(Slot))
+SLOT_WORDS = len(Slot._fields)
 _NUM_WHOLE = 5
 """The first fields of a slot are read as whole numbers."""
-_values = operator.attrgetter(*(field.name for field in fields(Slot)))
 
 
 @dataclass(frozen=True)
@@ -114,13 +112,13 @@ def write_words(
     for index in late:
         target[num_parameters + index] = 1.0
     start = 2 * num_parameters + SLOT_WORDS * rank
-    target[start : start + SLOT_WORDS] = _values(slot)
+    target[start : start + SLOT_WORDS] = slot
 
 
 def read_words(source: Words, num_parameters: int) -> ControlWords:
     """Read the summed words."""
-    used, late, rest = np.split(source, (num_parameters, 2 * num_parameters))
-    words = rest.tolist()
+    used, late = source[:num_parameters], source[num_parameters : 2 * num_parameters]
+    words = source[2 * num_parameters :].tolist()
     slots = []
     for start in range(0, len(words), SLOT_WORDS):
         slot = words[start : start + SLOT_WORDS]

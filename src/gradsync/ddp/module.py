@@ -44,6 +44,7 @@ from gradsync.ddp.settings import Reduction, Settings
 from gradsync.ddp.surface import BROADCAST_BUCKET_BYTES, TorchSurface
 from gradsync.ddp.sync_batchnorm import run_on_cpu
 from gradsync.ddp.watch import ModuleWatch
+from gradsync.ddp.window import Window
 from gradsync.errors import ConfigError, ContractError
 
 _CPU = torch.device("cpu")
@@ -230,14 +231,9 @@ class DistributedDataParallel(TorchSurface):
         """Make the groups and the reducer; a copy starts with the groups of its original."""
         group = self.process_group
         self._comm_hooks: list[tuple[Any, Any]] = []
-        self._forwards_since_backward = 0
-        self._forwards_in_window = 0
-        self._unsynced_forward_in_window = False
-        self._seen_backwards = 0
-        self._seen_passes = 0
+        self._window = Window()
         original_groups = None if original is None else original.reducer.groups
         groups = EngineGroups(group, self.device, original_groups, self._settings.soft_limit_s)
-        self._is_timed = False
         self.reducer = Reducer(self._watch, groups, self._settings)
         if group.size() == 1 and self._settings.reduction != "weighted":
             self.reducer.detach()
@@ -270,8 +266,8 @@ class DistributedDataParallel(TorchSurface):
         if self._is_active:
             self.reducer.settle()
             self.reducer.groups.waits.enter("forward", self.reducer.num_passes)
-        self._is_timed = self.training and torch.is_grad_enabled()
-        if self._is_timed:
+        self._window.is_timed = self.training and torch.is_grad_enabled()
+        if self._window.is_timed:
             self.reducer.timeline.forward_begins()
         self._synchronize_before_forward()
         if self.device_ids:
@@ -281,9 +277,9 @@ class DistributedDataParallel(TorchSurface):
 
     @torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined, untyped-decorator]
     def _post_forward(self, output: Any) -> Any:
-        if self._sends_buffers_after_forward:
+        if self._window.sends_buffers_after_forward:
             self._synchronize_buffers(0)
-        if self._is_timed:
+        if self._window.is_timed:
             self.reducer.timeline.forward_ends()
         if torch.is_grad_enabled():
             watched = [tensor for tensor in find_tensors(output) if tensor.requires_grad and not tensor.is_leaf]
@@ -293,7 +289,7 @@ class DistributedDataParallel(TorchSurface):
         return output
 
     def _synchronize_before_forward(self) -> None:
-        self._sends_buffers_after_forward = False
+        self._window.sends_buffers_after_forward = False
         if not (self.training and torch.is_grad_enabled()):
             return
         sends_buffers = self.will_sync_module_buffers()
@@ -303,33 +299,24 @@ class DistributedDataParallel(TorchSurface):
             mine = Announcement(self.reducer.rank, self.reducer.synchronizes, sends_buffers)
             coming = announce(self, mine)
             self._look_at_window()
-            if coming.is_anyone_joined and coming.synchronizes and self._forwards_since_backward:
+            if coming.is_anyone_joined and coming.synchronizes and self._window.forwards_since_backward:
                 raise ContractError(
                     f"rank {self.reducer.rank}: a second forward before backward, while another rank has run out of "
                     f"batches: join() supports one forward a backward, since the joined rank has to follow"
                 )
             source = coming.source
         if sends_buffers and self._buffers_wait_for_forward():
-            self._sends_buffers_after_forward = True
+            self._window.sends_buffers_after_forward = True
         elif sends_buffers:
             self._synchronize_buffers(source)
         self._count_forward()
 
     def _count_forward(self) -> None:
         self._look_at_window()
-        self._forwards_since_backward += 1
-        self._forwards_in_window += 1
-        self._unsynced_forward_in_window |= not self.reducer.synchronizes
+        self._window.count_forward(self.reducer.synchronizes)
 
     def _look_at_window(self) -> None:
-        """A window is what lies between two passes, however many forwards and unsynchronised backwards that are."""
-        if self.reducer.num_backwards != self._seen_backwards:
-            self._seen_backwards = self.reducer.num_backwards
-            self._forwards_since_backward = 0
-        if self.reducer.num_passes != self._seen_passes:
-            self._seen_passes = self.reducer.num_passes
-            self._forwards_in_window = 0
-            self._unsynced_forward_in_window = False
+        self._window.look(self.reducer.num_backwards, self.reducer.num_passes)
 
     def will_sync_module_buffers(self) -> bool:
         """Whether the next training forward sends rank 0's buffers to all ranks.
@@ -343,8 +330,8 @@ class DistributedDataParallel(TorchSurface):
             return hasattr(self, "buffer_hook")
         self._look_at_window()
         if self.reducer.synchronizes:
-            return not self._unsynced_forward_in_window
-        return self._forwards_in_window == 0
+            return not self._window.has_unsynced_forward
+        return self._window.forwards == 0
 
     @torch.no_grad()
     def _broadcast_buffers(self, source: int) -> None:
@@ -581,6 +568,7 @@ class DistributedDataParallel(TorchSurface):
             "_precision",
             "_in_backward",
             "_buffer_futures",
+            "_window",
             "logger",
         }
         return {

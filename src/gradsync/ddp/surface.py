@@ -75,7 +75,7 @@ class TorchSurface(TorchDDP):
         self._wait_for_buffers()
         self._in_backward.step()
         words = self.reducer.last_words
-        if words is not None:
+        if words is not None and self.find_unused_parameters:
             is_full = words.num_used_least == self.reducer.world_size
             self._num_passes_without_unused = self._num_passes_without_unused + 1 if is_full else -(10**9)
 
@@ -126,9 +126,8 @@ class TorchSurface(TorchDDP):
         return hook is not None and hook.buffer_comm_hook_location is _BufferCommHookLocation.POST_FORWARD
 
     def _wait_for_buffers(self) -> None:
-        futures, self._buffer_futures = self._buffer_futures, []
-        for future in futures:
-            future.wait()
+        while self._buffer_futures:
+            self._buffer_futures.pop(0).wait()
 
     def _sync_buffers(self) -> None:
         """Send rank 0's buffers to all ranks; collective."""
