@@ -4,8 +4,8 @@
 
 The model of nanoGPT's example for CPUs (4 layers, 4 heads, 128 wide, context 64, 12 sequences a step, float32), on text
 as bytes. In alternating rounds: the bare loop on as many threads as the machine has cores, the bare loop on one thread,
-and ``gradsync train`` with one process a core. Tokens a second are medians over the steps of a round, the first ones left
-out.
+and ``gradsync train`` with one process a core. Tokens a second are medians over the steps of a round, without its first
+ones.
 """
 
 import argparse
