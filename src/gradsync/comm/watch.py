@@ -241,8 +241,7 @@ class Watch:
             time.sleep(_HURRY_S)
         if self.waiting is not waiting or waiting.since_s != since_s or self.error is not None:
             return  # it has got on meanwhile, or somebody else was quicker
-        idle = [place for place in places.values() if place.waited_s is None]
-        if idle and len(places) == len(members) and all(place.excuse for place in idle):
+        if len(places) == len(members) and any(place.excuse for place in places.values()):
             waiting.since_s = time.monotonic()
             return
         text = diagnose(members, places, sorted(self._left), waiting.limit_s, self.rank)
@@ -399,6 +398,30 @@ def wait_for(group: Any, work: Any) -> None:
     if waits is None:
         waits = _waits[group] = Waits(group, watch_of_world(), None)
     waits.wait(work)
+
+
+def wait_for_thread(thread: threading.Thread) -> None:
+    """Wait for a thread of this process that itself waits for other ranks; see ``Waits.wait`` for what it raises."""
+    watch = watch_of_world()
+    if watch is None:
+        thread.join()
+    else:
+        Waits(_default_group(), watch, None, is_sliced=True).wait(_ThreadEnd(thread))
+
+
+class _ThreadEnd:
+    """Looks like a work that is complete when a thread has ended."""
+
+    def __init__(self, thread: threading.Thread) -> None:
+        self._thread = thread
+
+    def wait(self, limit: timedelta | None = None) -> None:
+        self._thread.join(None if limit is None else limit.total_seconds())
+        if self._thread.is_alive():
+            raise RuntimeError("the thread is still running")
+
+    def is_completed(self) -> bool:
+        return not self._thread.is_alive()
 
 
 _waits: "weakref.WeakKeyDictionary[Any, Waits]" = weakref.WeakKeyDictionary()
