@@ -14,6 +14,7 @@ group's own time-out has to do.
 import atexit
 import linecache
 import os
+import socket
 import sys
 import threading
 import time
@@ -42,6 +43,7 @@ _TOLD_S = 0.3  # the same where the other rank may well go on
 _NOTED_S = 1.0
 _AFTER_LEAVING_S = 1.0
 _LAST_LOOK_S = 1.0
+_STORE_S = 2.0  # how much longer the store itself may take
 _STUCK_S = 3.0
 _STACK_LINES = 6
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
@@ -135,8 +137,22 @@ class Watch:
             with self._hurry():
                 self._poll(_POSTED_S if members else _TOLD_S, lambda: self.error is not None or self.is_deaf)
                 if self.error is None and not self.is_deaf and members:
-                    self.error = self._missing(error, members)
+                    self.error = self._missing_in_time(error, members)
         return error if self.error is None else self.raised()
+
+    def _missing_in_time(self, error: BaseException, members: Sequence[int]) -> GradsyncError | None:
+        """Ask who is still there, though not for ever: on a host that is cut off the store never answers."""
+        found: list[GradsyncError | None] = []
+        asking = threading.Thread(target=lambda: found.append(self._missing(error, members)), daemon=True)
+        asking.start()
+        asking.join(_ANSWER_S + _STORE_S)
+        if found:
+            return found[0]
+        self.is_deaf = True
+        return RankFailedError(
+            f"rank {self.rank} on host {socket.gethostname()}: lost in pass {self.step} ({self.phase}): neither the "
+            f"other ranks nor the store answer, so this host's network is cut off, or rank 0's host is gone ({error})"
+        )
 
     def _missing(self, error: BaseException, members: Sequence[int]) -> GradsyncError | None:
         """Ask who is still there, after a connection was lost and nobody has said why."""
