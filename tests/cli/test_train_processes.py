@@ -112,11 +112,12 @@ def test_a_run_on_one_machine_listens_on_loopback_alone_and_keeps_its_files_to_i
         assert control and all(path.stat().st_mode & 0o077 == 0 for path in control)
 
 
-def test_sigterm_on_one_rank_saves_the_same_step_on_all(folder):
+@pytest.mark.parametrize("place", [0, -1], ids=["the first rank", "the last rank"])
+def test_sigterm_on_any_one_rank_saves_the_same_step_on_all(folder, place):
     run = folder / "run"
     with running(*train_arguments("--run", "run", "--steps", "1000000"), cwd=folder) as process:
         wait_until(has_trained(run), "the first step")
-        os.kill(rank_processes(process.pid)[-1], signal.SIGTERM)
+        os.kill(sorted(rank_processes(process.pid))[place], signal.SIGTERM)
         process.communicate(timeout=60)
         assert process.returncode == 143
     (checkpoint,) = (run / "checkpoints").iterdir()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from hosts import Host, hosts, outputs
-from rank_program import batch, make_model
+from rank_program import STEP_LIMIT, batch, make_model
 
 PROGRAM = str(Path(__file__).with_name("rank_program.py"))
 TIMEOUT_S = 8.0
@@ -52,3 +52,27 @@ def test_hosts_meet_by_name_and_a_slow_link_changes_nothing(three_hosts: list[Ho
         assert processes[rank].returncode == 0, output
         value = float(output.split("finished ")[1].split()[0])
         assert value == pytest.approx(trained_alone(3, 20), abs=1e-4)
+
+
+def test_a_host_cut_off_in_the_middle_of_a_step_is_named(three_hosts: list[Host]) -> None:
+    processes = start(three_hosts, STEP_LIMIT, TIMEOUT_S)
+    for process in processes:
+        assert process.stdout is not None
+        assert any("training" in line for line in process.stdout), "it has ended before"
+    three_hosts[2].cut()
+    stories = outputs(processes, PATIENCE_S)
+    assert [process.returncode for process in processes] == [1, 1, 1], "\n".join(stories)
+    for rank in (0, 1):
+        assert "rank 2 does not answer any more" in stories[rank], stories[rank]
+    assert "rank 2 on host node2" in stories[2] and "this host's network is cut off" in stories[2], stories[2]
+
+
+def test_a_wrong_interface_is_refused_by_its_host_and_missed_by_the_others(three_hosts: list[Host]) -> None:
+    processes = start(three_hosts, 4, TIMEOUT_S, {1: {"GLOO_SOCKET_IFNAME": "ether7"}})
+    stories = outputs(processes, PATIENCE_S)
+    assert [process.returncode for process in processes] == [1, 1, 1], "\n".join(stories)
+    assert "GLOO_SOCKET_IFNAME is 'ether7', but host node1 has no interface 'ether7'" in stories[1]
+    assert "net0 (10.213.9.2)" in stories[1]
+    for rank in (0, 2):
+        assert "rank 1 of 3 did not come" in stories[rank], stories[rank]
+        assert "rank 2: 10.213.9.3 (node2" in stories[rank], stories[rank]

@@ -106,7 +106,10 @@ def test_sub_groups_and_more_ranks_than_cores() -> None:
 
 @needs_mpi
 def test_gloo_meets_at_the_address_that_mpi_hands_round() -> None:
-    run_jobs(2, ["mpi_jobs:default_group_is_gloo"], GRADSYNC_TEST_BACKEND="gloo")
+    job = "mpi_jobs:default_group_is_gloo"
+    result = mpiexec(2, str(_FOLDER / "mpi_ranks.py"), job, GRADSYNC_TEST_BACKEND="gloo")
+    # Not the exit code: on a crowded machine threads of torch have been seen to abort a process at its very end.
+    assert f"passed {job}" in result.stdout, f"{result.stdout}\n{result.stderr}"
 
 
 @needs_mpi

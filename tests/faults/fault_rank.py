@@ -32,16 +32,16 @@ class Assignment:
     is_resumed: bool
 
 
-def config_of(folder: Path, is_resumed: bool, run: str = "run") -> Any:
+def config_of(folder: Path, is_resumed: bool, is_async: bool = False) -> Any:
     return options_for(
         folder,
-        run=str(folder / run),
+        run=str(folder / "run"),
         resume=is_resumed,
         steps=6,
         checkpoint_every=2,
         eval_every=3,
         keep_checkpoints=9,
-        async_checkpoints=False,
+        async_checkpoints=is_async,
         layers=2,
         dropout=0.1,
         sample_tokens=0,

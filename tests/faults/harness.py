@@ -96,13 +96,20 @@ def _wait(ranks: list[BaseProcess], fault: Fault | None) -> None:
         connection.wait([process.sentinel for process in alive], 0.1)
         now_s = time.monotonic()
         if fault is not None and fault.kind in ("pause", "stop"):
-            _continue_stopped(alive, PAUSE_S if fault.kind == "pause" else SOFT_LIMIT_S + 3, len(alive) < len(ranks))
+            _continue_stopped(alive, _stop_s(fault), len(alive) < len(ranks))
         if fault is not None and fault.kind == "hang" and len(alive) < len(ranks):
             ranks[fault.rank].kill()  # as the launcher does then; nothing else ends a sleep
         if ended_s is None and len(alive) < len(ranks):
             ended_s = now_s
         if ended_s is not None and now_s - ended_s > limit_s or now_s - started_s > _UNDISTURBED_S + limit_s:
             raise AssertionError(f"{fault}: rank(s) {[ranks.index(process) for process in alive]} do not end")
+
+
+def _stop_s(fault: Fault) -> float:
+    """How long a rank is stopped: shorter or longer than the others wait for it."""
+    if fault.kind == "pause":
+        return PAUSE_S
+    return (START_LIMIT_S if fault.point == "before rendezvous" else SOFT_LIMIT_S) + 3
 
 
 _stopped_since: dict[int, float] = {}

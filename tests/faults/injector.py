@@ -56,10 +56,8 @@ class Fault:
         """Whether the fault means anything at its point."""
         if self.kind in ("disk", "corrupt"):
             return self.point == "saving"
-        if self.kind == "drop":
-            return self.point not in ("before rendezvous", "shutdown")
-        if self.kind == "store":  # groups are made through it until the first step
-            return self.point not in ("before rendezvous", "after rendezvous")
+        if self.kind in ("drop", "store"):  # until the first step groups are made through the store
+            return self.point not in ("before rendezvous", "after rendezvous", "shutdown")
         return True
 
     @property

@@ -6,7 +6,10 @@ waits for it is in ``mpi_requests``, messages are in ``mpi_messages``. mpi4py is
 made, since that starts MPI.
 """
 
+import atexit
 import importlib.util
+import sys
+import time
 from typing import Any
 
 import torch.distributed as dist
@@ -14,6 +17,7 @@ import torch.distributed as dist
 from gradsync.errors import BackendError, MissingExtraError
 
 NAME = "mpi4py"
+_HAND_ON_S = 0.1  # for mpiexec to hand on what was printed
 
 
 def register() -> None:
@@ -51,7 +55,30 @@ def start() -> Any:
             "this MPI was started without MPI_THREAD_MULTIPLE, which a process group needs as it works beside "
             "the backward pass; leave mpi4py.rc.threads alone, or use an MPI built with support for threads"
         )
+    atexit.unregister(_leave)
+    atexit.register(_leave)
     return MPI
+
+
+def _leave() -> None:
+    """Leave MPI while this process can still run Python; if it ends badly, end all of ``mpiexec``'s processes.
+
+    Others would wait in MPI_Finalize for what never comes. mpi4py itself leaves MPI after the interpreter's end, at a
+    moment at which other threads of the process may be half gone.
+    """
+    from mpi4py import MPI
+
+    from gradsync.comm.mpi_requests import has_abandoned
+
+    if MPI.Is_finalized():
+        return
+    # sys.last_value: the exception that has ended the program, if one has
+    if has_abandoned() or getattr(sys, "last_value", None) is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        time.sleep(_HAND_ON_S)
+        MPI.COMM_WORLD.Abort(1)
+    MPI.Finalize()
 
 
 def _create(options: Any, _backend_options: Any) -> Any:

@@ -3,9 +3,6 @@
 Made by torch.distributed, see ``mpi``. Importing this module starts MPI.
 """
 
-import atexit
-import sys
-import time
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -50,7 +47,6 @@ class MpiGroup(PythonGroup):
         self.waiter = Waiter(self._notices, members.num_on_this_host(rank))
         self._messages = Messages(self.give_up)
         self._failure: BackendError | None = None
-        _leave_mpi_well()
 
     def shutdown(self) -> None:
         """Leave the group; what is still running fails."""
@@ -294,23 +290,3 @@ def _inner_gloo(store: Any, rank: int, members: Members, timeout: timedelta) -> 
     options._devices = [device]
     options._timeout = timeout
     return _torch.ProcessGroupGloo(_torch.PrefixStore("gloo", store), rank, len(members.mpi_ranks), options)
-
-
-_is_leaving_well = False
-
-
-def _leave_mpi_well() -> None:
-    """Have this process end all of ``mpiexec``'s if it ends badly, instead of waiting for them in MPI_Finalize."""
-    global _is_leaving_well
-    if not _is_leaving_well:
-        _is_leaving_well = True
-        atexit.register(_abort_if_failed)
-
-
-def _abort_if_failed() -> None:
-    # sys.last_value: the exception that has ended the program, if one has
-    if has_abandoned() or getattr(sys, "last_value", None) is not None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        time.sleep(0.1)  # for mpiexec to hand on what was printed
-        MPI.COMM_WORLD.Abort(1)

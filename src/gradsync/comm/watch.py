@@ -14,6 +14,7 @@ group's own time-out has to do.
 import atexit
 import linecache
 import os
+import socket
 import sys
 import threading
 import time
@@ -42,6 +43,7 @@ _TOLD_S = 0.3  # the same where the other rank may well go on
 _NOTED_S = 1.0
 _AFTER_LEAVING_S = 1.0
 _LAST_LOOK_S = 1.0
+_STORE_S = 2.0  # how much longer the store itself may take
 _STUCK_S = 3.0
 _STACK_LINES = 6
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
@@ -135,8 +137,22 @@ class Watch:
             with self._hurry():
                 self._poll(_POSTED_S if members else _TOLD_S, lambda: self.error is not None or self.is_deaf)
                 if self.error is None and not self.is_deaf and members:
-                    self.error = self._missing(error, members)
+                    self.error = self._missing_in_time(error, members)
         return error if self.error is None else self.raised()
+
+    def _missing_in_time(self, error: BaseException, members: Sequence[int]) -> GradsyncError | None:
+        """Ask who is still there, though not for ever: on a host that is cut off the store never answers."""
+        found: list[GradsyncError | None] = []
+        asking = threading.Thread(target=lambda: found.append(self._missing(error, members)), daemon=True)
+        asking.start()
+        asking.join(_ANSWER_S + _STORE_S)
+        if found:
+            return found[0]
+        self.is_deaf = True
+        return RankFailedError(
+            f"rank {self.rank} on host {socket.gethostname()}: lost in pass {self.step} ({self.phase}): neither the "
+            f"other ranks nor the store answer, so this host's network is cut off, or rank 0's host is gone ({error})"
+        )
 
     def _missing(self, error: BaseException, members: Sequence[int]) -> GradsyncError | None:
         """Ask who is still there, after a connection was lost and nobody has said why."""
@@ -241,8 +257,7 @@ class Watch:
             time.sleep(_HURRY_S)
         if self.waiting is not waiting or waiting.since_s != since_s or self.error is not None:
             return  # it has got on meanwhile, or somebody else was quicker
-        idle = [place for place in places.values() if place.waited_s is None]
-        if idle and len(places) == len(members) and all(place.excuse for place in idle):
+        if len(places) == len(members) and any(place.excuse for place in places.values()):
             waiting.since_s = time.monotonic()
             return
         text = diagnose(members, places, sorted(self._left), waiting.limit_s, self.rank)
@@ -399,6 +414,30 @@ def wait_for(group: Any, work: Any) -> None:
     if waits is None:
         waits = _waits[group] = Waits(group, watch_of_world(), None)
     waits.wait(work)
+
+
+def wait_for_thread(thread: threading.Thread) -> None:
+    """Wait for a thread of this process that itself waits for other ranks; see ``Waits.wait`` for what it raises."""
+    watch = watch_of_world()
+    if watch is None:
+        thread.join()
+    else:
+        Waits(_default_group(), watch, None, is_sliced=True).wait(_ThreadEnd(thread))
+
+
+class _ThreadEnd:
+    """Looks like a work that is complete when a thread has ended."""
+
+    def __init__(self, thread: threading.Thread) -> None:
+        self._thread = thread
+
+    def wait(self, limit: timedelta | None = None) -> None:
+        self._thread.join(None if limit is None else limit.total_seconds())
+        if self._thread.is_alive():
+            raise RuntimeError("the thread is still running")
+
+    def is_completed(self) -> bool:
+        return not self._thread.is_alive()
 
 
 _waits: "weakref.WeakKeyDictionary[Any, Waits]" = weakref.WeakKeyDictionary()

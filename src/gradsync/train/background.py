@@ -9,12 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from gradsync.comm.watch import excused, wait_for_thread, watch_of_world
 from gradsync.parallel.pieces import copied_to_cpu
 from gradsync.train.checkpoint import CheckpointFolder
 from gradsync.train.state import State
 
-# How long a run that failed waits for a checkpoint under way; its peers may be gone.
-_PATIENCE_S = 60.0
+# How long a run that failed waits for a checkpoint under way: with peers not for long, they may be gone.
+_PATIENCE_S = 3.0
+_PATIENCE_ALONE_S = 60.0
 
 
 class BackgroundWriter:
@@ -32,7 +34,8 @@ class BackgroundWriter:
         """Start writing a checkpoint of the tensors as they are now; ``finish`` must have been called."""
         assert self._thread is None and self._error is None
         if self._is_waiting:
-            self._write(step, tensors, facts)
+            with excused("writing a checkpoint"):
+                self._write(step, tensors, facts)
             self.poll()
             return
         copies = {name: copied_to_cpu(tensor) for name, tensor in tensors.items()}
@@ -52,7 +55,8 @@ class BackgroundWriter:
             CheckpointError: it could not be written.
         """
         if self._thread is not None:
-            self._thread.join()
+            with excused("writing a checkpoint"):
+                wait_for_thread(self._thread)
             self._thread = None
         self.poll()
         error, self._error = self._error, None
@@ -62,7 +66,7 @@ class BackgroundWriter:
     def abandon(self) -> None:
         """Give the checkpoint under way a while after a failure, and say nothing about it."""
         if self._thread is not None:
-            self._thread.join(_PATIENCE_S)
+            self._thread.join(_PATIENCE_ALONE_S if watch_of_world() is None else _PATIENCE_S)
 
     def _write(self, step: int, tensors: State, facts: dict[str, Any]) -> None:
         try:

@@ -61,7 +61,8 @@ class Job:
         rank, world = place.ranks.rank, place.ranks.world
         self._material = together(place.ranks, lambda: build(config, rank, world, place.device, self._modes))
         together(place.ranks, self._claim_folder)
-        self._checkpoints = CheckpointFolder(self._folder.checkpoints, place.ranks.twin(), config.keep_checkpoints)
+        writers = place.ranks.twin() if config.async_checkpoints else place.ranks
+        self._checkpoints = CheckpointFolder(self._folder.checkpoints, writers, config.keep_checkpoints)
         self._writer = BackgroundWriter(self._checkpoints, not config.async_checkpoints, self._tell_saved)
         self._peak_flops = peak_flops(_device_name(place.device), self._modes.dtype_name)
         self._sinks: list[Sink] = []
