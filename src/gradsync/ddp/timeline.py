@@ -168,7 +168,9 @@ class Timeline:
     def wait_ends(self, number: int) -> None:
         """The bucket has arrived."""
         if self._pass is not None:
-            self._pass.wait_ended[number] = perf_counter_ns()
+            self._pass.wait_ended[number] = now = perf_counter_ns()
+            if self.is_on_host and not self._pass.done[number]:
+                self._pass.done[number] = now  # the callback of a future may come a little after who waits
             if self._pass.device_waits is not None:
                 self._pass.device_waits.mark()
 
@@ -252,7 +254,8 @@ def _when_done(work: Any, moments: list[int], number: int) -> None:
     future = work if hasattr(work, "add_done_callback") else getattr(work, "get_future", lambda: None)()
 
     def note(_: Any) -> None:
-        moments[number] = perf_counter_ns()
+        if not moments[number]:
+            moments[number] = perf_counter_ns()
 
     if future is not None:
         future.add_done_callback(note)
