@@ -27,6 +27,12 @@ def test_without_shared_memory_the_choice_is_gloo_and_says_why(monkeypatch):
         choose_backend("shm")
 
 
+@pytest.mark.parametrize("name", ["nope", "cpu:gloo,cuda:nope"])
+def test_an_unknown_backend_is_refused_with_those_there_are(name):
+    with pytest.raises(ConfigError, match="backend 'nope' is unknown; there are auto, shm, "):
+        choose_backend(name)
+
+
 def test_cpu_tensors_beside_gpus_do_not_get_nccl(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert choose_backend("auto", device_type="cpu").name == "gloo"

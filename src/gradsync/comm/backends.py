@@ -92,6 +92,9 @@ def _check_available(requested: str) -> None:
     probes = {"nccl": dist.is_nccl_available, "gloo": dist.is_gloo_available, "mpi": dist.is_mpi_available}
     for part in requested.split(","):
         name = part.split(":")[-1]
+        if name not in dist.Backend.backend_list and name not in (shm.NAME, mpi.NAME):
+            known = ", ".join(b for b in dist.Backend.backend_list if b != dist.Backend.UNDEFINED)
+            raise ConfigError(f"backend {name!r} is unknown; there are auto, {shm.NAME}, {known}")
         probe = probes.get(name)
         if probe is not None and not probe():
             raise ConfigError(
