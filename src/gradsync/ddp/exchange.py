@@ -11,14 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gradsync.comm.groups import Group
-from gradsync.comm.summing import is_gloo
-
-
-class Pending(Protocol):
-    """A sum on its way."""
-
-    def wait(self) -> None:
-        """Return when this rank's slice of the sum has arrived."""
+from gradsync.comm.summing import Pending, is_gloo
 
 
 class Exchange(Protocol):
@@ -31,7 +24,7 @@ class Exchange(Protocol):
     """Whether the last slices may be shorter, or empty."""
 
     def reduce_scatter(self, whole: torch.Tensor, out: torch.Tensor, tag: int) -> Pending:
-        """Start to sum ``whole`` over the ranks and to put this rank's slice into ``out``."""
+        """Start to sum ``whole`` over the ranks and to put this rank's slice into ``out``, there after the wait."""
 
     def all_gather(self, whole: torch.Tensor, slice_numel: int, tag: int) -> Sequence[Any]:
         """Start to fill ``whole`` with every rank's slice of it; returns works to wait for."""

@@ -34,14 +34,14 @@ class Readiness:
         if self.expected is None:
             return [len(bucket.indices) + 1 for bucket in plan.buckets]
         if self._awaited is not None and self._awaited[0] is plan:
-            return list(self._awaited[1])
+            return self._awaited[1]
         expected, erratic = self.expected, self._erratic
         awaited = [
             sum(1 for index in bucket.indices if expected[index]) + any(index in erratic for index in bucket.indices)
             for bucket in plan.buckets
         ]
         self._awaited = (plan, awaited)
-        return list(awaited)
+        return awaited
 
     def learn(self, late: set[int]) -> None:
         """Take this pass as the expectation for the next one."""

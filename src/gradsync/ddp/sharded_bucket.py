@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from gradsync.comm.summing import Pending
 from gradsync.ddp.bucket import Allocator, Bucket, copy_all, view_at
-from gradsync.ddp.exchange import Exchange, Pending
+from gradsync.ddp.exchange import Exchange
 from gradsync.ddp.plan import BucketPlan, ParameterSpec
 from gradsync.ddp.shard_layout import Placement, flat_view, in_layout_of, is_laid_out_as
 from gradsync.ddp.sharded_gradient import ShardedGradient
