@@ -171,7 +171,8 @@ class TrainConfig:
     backend: str = _option("auto", "process group backend: auto, gloo, nccl, ...", "hardware", per_start=True)
     soft_limit: float = _option(
         60.0,
-        "seconds that a rank waits for the others before all stop and say where each one is; 0 for no limit",
+        "seconds that a rank waits for the others before all stop and say where each one is; 0 for no limit (with "
+        "fsdp, --tp and --pp torch's own time-out holds)",
         "hardware",
         per_start=True,
         at_least=0,
@@ -194,13 +195,18 @@ class TrainConfig:
     )
     trace: bool = _option(
         False,
-        "trace a few steps of all ranks: trace.json for Perfetto, and the report's timeline",
+        "trace a few steps of all ranks: trace.json for Perfetto, and the report's timeline (ddp and zero, without "
+        "--tp and --pp)",
         "output",
         per_start=True,
     )
     trace_steps: int = _option(10, "how many steps --trace records", "output", per_start=True, at_least=1)
     straggler_every: int = _option(
-        50, "steps between looks at which rank the others wait for; 0 for none", "output", per_start=True, at_least=0
+        50,
+        "steps between looks at which rank the others wait for (ddp and zero); 0 for none",
+        "output",
+        per_start=True,
+        at_least=0,
     )
     check_replicas_every: int = _option(
         100, "steps between comparisons of all ranks' parameters; 0 for none", "hardware", per_start=True, at_least=0

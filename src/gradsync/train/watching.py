@@ -111,5 +111,5 @@ def watch_of(
     if ddp is not None and ddp.reducer.world_size > 1:
         return RankWatch(ddp, config, folder, note)
     if config.trace:
-        note("--trace: nothing is traced, since there are no other ranks of a data-parallel run to wait for")
+        note("--trace: nothing is traced, since that takes several whole replicas (ddp or zero, without --tp and --pp)")
     return NoWatch()
