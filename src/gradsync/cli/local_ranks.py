@@ -167,13 +167,13 @@ def _result_file(folder: Path, rank: int) -> Path:
 
 def _first_to_fail(ranks: Sequence[BaseProcess]) -> int | None:
     """Wait until all have ended well, or one has not: return which."""
-    running = {rank.sentinel: number for number, rank in enumerate(ranks)}
+    running: dict[Any, int] = {rank.sentinel: number for number, rank in enumerate(ranks)}
     while running:
         for sentinel in connection.wait(list(running)):
-            number = running.pop(sentinel)  # type: ignore[call-overload]
+            number = running.pop(sentinel)
             ranks[number].join()
             if ranks[number].exitcode:
-                return int(number)
+                return number
     return None
 
 
