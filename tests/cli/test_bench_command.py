@@ -58,6 +58,19 @@ def test_a_users_model_and_the_memory_of_each(tmp_path):
 
 
 @pytest.mark.slow
+def test_each_contestant_in_processes_of_its_own(tmp_path):
+    chosen = ("--workload", "toy", "--only", "gradsync/shm", "--rounds", "2", "--isolate", "--memory")
+    done = gradsync("bench", *chosen, "--json", "out.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "out.json").read_text())["workloads"][0]
+    assert all(len(samples) == 2 and min(samples) > 0 for samples in result["step_s"].values())
+    assert result["exposed_s"]["bare"] is None
+    assert result["exposed_s"]["gradsync/shm"] >= 0
+    assert set(result["peak_bytes"]) == {"bare", "gradsync/shm"}
+    assert min(result["peak_bytes"].values()) > 2**20
+
+
+@pytest.mark.slow
 def test_collectives_in_shared_memory_and_in_memory_of_their_own(tmp_path):
     done = gradsync("bench", "collectives", "--max-mib", "0.01", "--rounds", "1", "--json", "out.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

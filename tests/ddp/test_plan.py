@@ -5,7 +5,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.ddp.plan import MIB, ParameterSpec, caps_from_mib, is_dense, make_plan, parameter_spec
+from gradsync.ddp.plan import (
+    MIB,
+    ParameterSpec,
+    caps_from_mib,
+    default_caps,
+    is_dense,
+    make_plan,
+    parameter_spec,
+)
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
@@ -59,8 +67,14 @@ def test_limits_are_used_in_order_and_the_last_one_repeats():
     assert [len(b.indices) for b in plan.buckets] == [1, 2, 4, 4, 1]
 
 
-def test_the_default_is_a_small_first_bucket_and_25_mib():
-    assert caps_from_mib(None) == [1 * MIB, 25 * MIB]
+@pytest.mark.parametrize(("total_mib", "cap_mib"), [(2, 1), (40, 4), (250, 25), (1000, 25)])
+def test_by_default_a_bucket_holds_a_tenth_of_the_model_within_1_and_25_mib(total_mib, cap_mib):
+    specs = [spec(MIB // 4)] * total_mib
+    assert default_caps(specs) == pytest.approx([MIB, cap_mib * MIB])
+
+
+def test_limits_are_given_in_mib_and_none_leaves_them_to_the_model():
+    assert caps_from_mib(None) is None
     assert caps_from_mib(25) == [25 * MIB]
     assert caps_from_mib(None, [1, 2]) == [1 * MIB, 2 * MIB]
 

@@ -23,7 +23,8 @@ def time_done(ends, ready, sizes, backward, link):
         leaves = max(ready[begin:end])
         if end == ends[-1]:
             leaves = max(leaves, backward)
-        done = max(done, max(ready[:end]), leaves) + link.seconds(sum(sizes[begin:end]))
+        size = sum(sizes[begin:end])
+        done = max(done, max(leaves, *ready[:end]) + link.copying(size)) + link.seconds(size)
         begin = end
     return done
 
@@ -33,10 +34,11 @@ def time_done(ends, ready, sizes, backward, link):
     seconds,
     st.floats(0, 0.1),
     st.floats(0, 1e-3),
+    st.floats(0, 1e-3),
 )
-def test_no_partition_is_done_earlier(parameters, backward, latency, s_per_byte):
+def test_no_partition_is_done_earlier(parameters, backward, latency, s_per_byte, copy_s_per_byte):
     ready, sizes = [r for r, _ in parameters], [s for _, s in parameters]
-    link, count = Link(latency, s_per_byte), len(parameters)
+    link, count = Link(latency, s_per_byte, copy_s_per_byte), len(parameters)
     chosen = choose_ends(ready, sizes, backward, link)
     assert chosen == sorted(set(chosen)) and chosen[-1] == count
     every = (
@@ -56,6 +58,8 @@ def test_a_link_is_fitted_through_the_medians():
     link = fit_link(1000, [2.0, 1.0, 9.0], 3000, [3.0, 3.0, 50.0])
     assert (link.latency_s, link.s_per_byte) == pytest.approx((1.5, 0.0005))
     assert fit_link(1000, [2.0], 3000, [1.0]).s_per_byte == 0.0
+    assert fit_link(1000, [2.0], 3000, [1.0], copy_s=6.0).copy_s_per_byte == 0.002
+    assert fit_link(1000, [1.0], 3000, [3.0]).latency_s > 0  # a bucket is never for nothing
 
 
 def test_what_never_arrived_counts_as_arriving_at_the_end():

@@ -10,7 +10,7 @@ import torch
 
 from gradsync.bench.collectives import CollectiveTiming, copy_bandwidth, time_collectives
 from gradsync.bench.recording import RecordingCost, time_recording
-from gradsync.bench.rounds import Contestant, Timing, peak_memory, time_contestants
+from gradsync.bench.rounds import Contestant, Timing, time_contestants
 from gradsync.bench.workloads import WORKLOADS, Workload, workload_of_factory
 from gradsync.comm import shm
 from gradsync.comm.process import destroy_process_group, init_process_group
@@ -53,9 +53,11 @@ class CollectivesResult:
     copy_bytes_per_s: float = 0.0
 
 
-def run_bench(job: BenchJob) -> list[Timing] | int:
-    """Return this rank's timings, or its peak memory in bytes if the job asks for that."""
-    result: list[Timing] | int = _on_rank(lambda: _bench(job))
+def run_bench(job: BenchJob) -> list[Timing]:
+    """Return this rank's timings."""
+    result: list[Timing] = _on_rank(
+        lambda: time_contestants(job.contestants, _workload(job), job.num_rounds, job.measures_memory)
+    )
     return result
 
 
@@ -69,13 +71,6 @@ def run_recording(job: RecordingJob) -> RecordingCost:
     """Return this rank's timings of steps with and without a recorder."""
     result: RecordingCost = _on_rank(lambda: time_recording(job.workload, job.num_rounds))
     return result
-
-
-def _bench(job: BenchJob) -> list[Timing] | int:
-    workload = _workload(job)
-    if job.measures_memory:
-        return peak_memory(job.contestants[0], workload)
-    return time_contestants(job.contestants, workload, job.num_rounds)
 
 
 def _collectives(job: CollectivesJob) -> CollectivesResult:

@@ -20,6 +20,7 @@ from gradsync.bench.variants import Step, Variant, make_training
 from gradsync.bench.workloads import Workload
 
 _WARMUP_STEPS = 3
+_MEMORY_STEPS = 3
 _SAMPLING_S = 0.02
 
 
@@ -44,6 +45,8 @@ class Timing:
     step_s: list[float] = field(default_factory=list)
     exposed_s: float | None = None
     """Seconds a step in which this rank did nothing but wait for communication; None if that is not known."""
+    peak_bytes: int | None = None
+    """The most memory that this rank held while it trained; None if that was not measured."""
 
     @property
     def median_s(self) -> float:
@@ -51,8 +54,13 @@ class Timing:
         return statistics.median(self.step_s)
 
 
-def time_contestants(contestants: Sequence[Contestant], workload: Workload, num_rounds: int) -> list[Timing]:
-    """Run ``num_rounds`` rounds of all contestants; every rank calls it, rank 0's result counts."""
+def time_contestants(
+    contestants: Sequence[Contestant], workload: Workload, num_rounds: int, measures_memory: bool = False
+) -> list[Timing]:
+    """Run ``num_rounds`` rounds of all contestants; every rank calls it, rank 0's times count.
+
+    The memory is that of the whole process: it means something if there is one contestant.
+    """
     rank = dist.get_rank()
     groups = {b: dist.new_group(backend=b) for b in dict.fromkeys(c.backend for c in contestants) if b is not None}
     trainings = [make_training(c.variant, workload, _group_for(c, groups), rank) for c in contestants]
@@ -74,9 +82,19 @@ def time_contestants(contestants: Sequence[Contestant], workload: Workload, num_
     dist.barrier()
     gc.unfreeze()
     for timing, training in zip(timings, trainings, strict=True):
+        if measures_memory:
+            timing.peak_bytes = _peak_bytes(training.step, _takes_part(timing.contestant, rank))
         if _takes_part(timing.contestant, rank):
             timing.exposed_s = training.exposed_s()
     return timings
+
+
+def _peak_bytes(step: Step, takes_part: bool) -> int:
+    with PeakMemory() as memory:
+        if takes_part:
+            _run(step, _MEMORY_STEPS)
+        dist.barrier()
+    return memory.peak_bytes
 
 
 def _group_for(contestant: Contestant, groups: dict[str, Any]) -> Any:
@@ -115,7 +133,9 @@ class PeakMemory:
             self.peak_bytes = torch.cuda.max_memory_allocated()
 
     def _sample(self) -> None:
-        while not self._is_over.wait(_SAMPLING_S):
+        is_over = False
+        while not is_over:
+            is_over = self._is_over.wait(_SAMPLING_S)  # once more at the end: what is measured may be short
             self.peak_bytes = max(self.peak_bytes, proportional_set_size())
 
 
@@ -126,13 +146,3 @@ def proportional_set_size() -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
-
-
-def peak_memory(contestant: Contestant, workload: Workload, num_steps: int = 4) -> int:
-    """Return the peak memory of this rank in bytes while it trains a few steps, in a process that does nothing else."""
-    group = dist.group.WORLD if contestant.backend is None else dist.new_group(backend=contestant.backend)
-    with PeakMemory() as memory:
-        if _takes_part(contestant, dist.get_rank()):
-            _run(make_training(contestant.variant, workload, group, dist.get_rank()).step, num_steps)
-        dist.barrier()
-    return memory.peak_bytes

@@ -26,6 +26,8 @@ _DESCRIPTION = (
     "'gradsync bench recording' the cost of recording."
 )
 _WORKLOADS = ("toy", "many", "mlp", "gpt-small", "gpt2")
+_LARGE = ("gpt2",)
+_ISOLATED_STEPS = 3
 _BASELINE = "torch/gloo"
 
 
@@ -52,6 +54,13 @@ def _main(arguments: Sequence[str]) -> int:
     parser.option("--threads-variant", bool, False, "also the older way: one process with a thread a replica")
     parser.option(
         "--memory", bool, False, "also measure the peak memory of every contestant, in processes of their own"
+    )
+    parser.option(
+        "--isolate",
+        bool,
+        False,
+        "time every contestant in processes of its own, started anew in each round, so that large models do not "
+        "compete for memory; always done for gpt2",
     )
     given = parser.parse_args(list(arguments))
     results = []
@@ -114,17 +123,51 @@ class _Result:
 
 
 def _bench_one(workload: str, given: Any) -> _Result:
-    from gradsync.bench.job import BenchJob, run_bench
-
     contestants = _chosen(_contestants(_backends(given.backend), given.threads_variant), given.only)
-    job = BenchJob(contestants, workload, given.rounds, given.model)
-    timings = _measure(run_bench, given, job)[0]
+    isolates = given.isolate or workload in _LARGE
+    if isolates and adopt(os.environ) is None:
+        return _bench_isolated(workload, contestants, given)
+    timings = _time(contestants, workload, given.rounds, given)[0]
     peaks = {}
     if given.memory:
         for contestant in contestants:
-            alone = BenchJob((contestant,), workload, 1, given.model, measures_memory=True)
-            peaks[contestant.name] = max(_measure(run_bench, given, alone).values())
+            peaks[contestant.name] = _peak(_time((contestant,), workload, 1, given, measures_memory=True))
     return _Result(workload, given.nproc, timings, peaks)
+
+
+def _bench_isolated(workload: str, contestants: "tuple[Contestant, ...]", given: Any) -> _Result:
+    """Alternate as ever, but between processes: a sample is the median of a few steps of a fresh one."""
+    from gradsync.bench.rounds import Timing
+
+    timings = [Timing(contestant) for contestant in contestants]
+    exposed: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
+    peaks: dict[str, int] = {}
+    for number in range(given.rounds):
+        for timing in timings:
+            name, is_last = timing.contestant.name, number == given.rounds - 1
+            alone = _time((timing.contestant,), workload, _ISOLATED_STEPS, given, given.memory and is_last)
+            timing.step_s.append(alone[0][0].median_s)
+            if alone[0][0].exposed_s is not None:
+                exposed[name].append(alone[0][0].exposed_s)
+            if given.memory and is_last:
+                peaks[name] = _peak(alone)
+    for timing in timings:
+        if exposed[timing.contestant.name]:
+            timing.exposed_s = statistics.median(exposed[timing.contestant.name])
+    return _Result(workload, given.nproc, timings, peaks)
+
+
+def _time(
+    contestants: "tuple[Contestant, ...]", workload: str, num_rounds: int, given: Any, measures_memory: bool = False
+) -> "dict[int, list[Timing]]":
+    """Return the timings by rank, as far as they are known here."""
+    from gradsync.bench.job import BenchJob, run_bench
+
+    return _measure(run_bench, given, BenchJob(contestants, workload, num_rounds, given.model, measures_memory))
+
+
+def _peak(timings: "dict[int, list[Timing]]") -> int:
+    return max(of_rank[0].peak_bytes or 0 for of_rank in timings.values())
 
 
 def _contestants(backends: Sequence[str], with_threads: bool) -> "tuple[Contestant, ...]":

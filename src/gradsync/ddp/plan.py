@@ -12,6 +12,9 @@ import torch
 MIB = 2**20
 DEFAULT_FIRST_CAP_BYTES = 1 * MIB
 DEFAULT_CAP_BYTES = 25 * MIB
+_DEFAULT_SHARE = 0.1
+"""Of all gradients: the most that a bucket waits for by default, so that a small model does not wait for its last
+gradient with nearly everything."""
 
 _SLICE_ALIGNMENT_BYTES = 64
 """Parameters and slices start at cache lines: fast kernels ask for it, and no complex pair is cut."""
@@ -168,13 +171,19 @@ def plan_of(specs: Sequence[ParameterSpec], groups: Sequence[Sequence[int]], spa
     return Plan(tuple(specs), tuple(buckets), sparse)
 
 
-def caps_from_mib(cap_mb: float | str | None, cap_mb_list: Sequence[float] | None = None) -> list[float]:
-    """Turn the constructor's arguments (MiB) into a list of limits in bytes."""
+def caps_from_mib(cap_mb: float | str | None, cap_mb_list: Sequence[float] | None = None) -> list[float] | None:
+    """Turn the constructor's arguments (MiB) into a list of limits in bytes; None where the model decides."""
     if cap_mb_list:
         return [mb * MIB for mb in cap_mb_list]
     if cap_mb is None or isinstance(cap_mb, str):
-        return [DEFAULT_FIRST_CAP_BYTES, DEFAULT_CAP_BYTES]
+        return None
     return [cap_mb * MIB]
+
+
+def default_caps(specs: Sequence[ParameterSpec]) -> list[float]:
+    """Return the limits in bytes that suit these parameters where nobody has set any."""
+    share = _DEFAULT_SHARE * sum(spec.num_bytes for spec in specs)
+    return [DEFAULT_FIRST_CAP_BYTES, min(max(share, DEFAULT_FIRST_CAP_BYTES), DEFAULT_CAP_BYTES)]
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:

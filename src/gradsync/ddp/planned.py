@@ -19,7 +19,7 @@ from gradsync.ddp.control import num_words
 from gradsync.ddp.engine_groups import EngineGroups
 from gradsync.ddp.ownership import claim, owns
 from gradsync.ddp.parameter_hooks import ParameterHooks
-from gradsync.ddp.plan import Plan, make_plan, parameter_spec
+from gradsync.ddp.plan import Plan, default_caps, make_plan, parameter_spec
 from gradsync.ddp.readiness import Readiness
 from gradsync.ddp.settings import Reduction, Settings
 from gradsync.ddp.sharding import Sharding
@@ -124,7 +124,7 @@ class Planned:
 
     def _plan_for(self, order: Iterable[int]) -> Plan:
         slicing = None if self.sharding is None else self.sharding.slicing
-        return make_plan(self.specs, order, self.settings.caps_bytes, slicing)
+        return make_plan(self.specs, order, self.settings.caps_bytes or default_caps(self.specs), slicing)
 
     def _owned(self) -> list[NamedParameter]:
         """Return the trainable parameters that no later wrapper has taken over."""

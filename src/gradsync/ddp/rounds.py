@@ -13,7 +13,7 @@ from gradsync.comm.groups import Group
 from gradsync.comm.watch import wait_for
 from gradsync.ddp.bucket import Bucket, local_tensor
 from gradsync.ddp.control import ControlWords
-from gradsync.ddp.plan import make_plan, parameter_spec
+from gradsync.ddp.plan import default_caps, make_plan, parameter_spec
 from gradsync.ddp.replicas import verify
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def reduce_newcomers(
     has_grad = torch.tensor([float(p.grad is not None) for p in parameters], dtype=torch.float32, device="cpu")
     wait_for(reducer.control_group, reducer.control_group.allreduce([has_grad]))
     specs = [parameter_spec(name, local_tensor(p)) for name, p in newcomers]
-    plan = make_plan(specs, range(len(specs)), reducer.settings.caps_bytes)
+    plan = make_plan(specs, range(len(specs)), reducer.settings.caps_bytes or default_caps(specs))
     for number, bucket_plan in enumerate(plan.buckets, start=len(reducer.buckets)):
         bucket = Bucket(number, bucket_plan, specs, [parameters[i] for i in bucket_plan.indices])
         bucket.collect(bytearray(b"\1" * len(specs)), reducer.contribution_scale)

@@ -20,7 +20,8 @@ class Reduction(enum.StrEnum):
 class Settings:
     """The choices that the reducer needs to know."""
 
-    caps_bytes: Sequence[float]
+    caps_bytes: Sequence[float] | None
+    """Limits of the buckets; None for those that suit the parameters."""
     reduction: Reduction = Reduction.MEAN
     check_replicas_every: int = 0
     """Passes between comparisons of the ranks' parameters; 0 for none."""

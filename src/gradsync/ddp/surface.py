@@ -23,7 +23,7 @@ from gradsync.ddp.compression import fp16_compress_hook, sum_in
 from gradsync.ddp.in_backward import OptimizersInBackward, make_fused
 from gradsync.ddp.logging_data import LoggingData, Record
 from gradsync.ddp.mixed_precision import FullPrecision, choose_precision
-from gradsync.ddp.plan import MIB
+from gradsync.ddp.plan import DEFAULT_CAP_BYTES, MIB
 from gradsync.ddp.reducer import Reducer
 from gradsync.errors import ConfigError
 
@@ -281,7 +281,7 @@ class TorchSurface(TorchDDP):
     @property
     def bucket_bytes_cap(self) -> int:  # type: ignore[override]
         """Size limit of the largest bucket in bytes."""
-        return int(max(self._ddp._settings.caps_bytes))
+        return int(max(self._ddp._settings.caps_bytes or [DEFAULT_CAP_BYTES]))
 
     @property
     def _has_rebuilt_buckets(self) -> bool:  # type: ignore[override]

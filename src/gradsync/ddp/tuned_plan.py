@@ -57,8 +57,8 @@ def _latest(reducer: "Reducer", seconds: list[float]) -> list[float]:
 
 def _measure_link(reducer: "Reducer") -> Link:
     small, large = (_seconds(reducer, num_bytes) for num_bytes in (_SMALL_BYTES, _LARGE_BYTES))
-    latest = _latest(reducer, [*small, *large])
-    return fit_link(_SMALL_BYTES, latest[:_NUM_REPEATS], _LARGE_BYTES, latest[_NUM_REPEATS:])
+    *sums, copy_s = _latest(reducer, [*small, *large, _copy_seconds(reducer)])
+    return fit_link(_SMALL_BYTES, sums[:_NUM_REPEATS], _LARGE_BYTES, sums[_NUM_REPEATS:], copy_s)
 
 
 def _seconds(reducer: "Reducer", num_bytes: int) -> list[float]:
@@ -72,6 +72,21 @@ def _seconds(reducer: "Reducer", num_bytes: int) -> list[float]:
             torch.cuda.synchronize(device)
         samples.append(time.perf_counter() - start_s)
     return samples[1:]
+
+
+def _copy_seconds(reducer: "Reducer") -> float:
+    """Return what it takes to move gradients of the larger size into a bucket; on a GPU nobody waits for that."""
+    device = reducer.plan.buckets[0].device
+    if device.type == "cuda":
+        return 0.0
+    gradients = torch.ones(_LARGE_BYTES // 4, dtype=torch.float32, device=device)
+    flat = reducer.groups.allocate(_LARGE_BYTES // 4, torch.float32, device)
+    samples = []
+    for _ in range(1 + _NUM_REPEATS):
+        start_s = time.perf_counter()
+        torch.mul(gradients, 0.5, out=flat)
+        samples.append(time.perf_counter() - start_s)
+    return min(samples)
 
 
 def _groups(order: list[int], is_end: list[int]) -> list[list[int]]:

@@ -14,25 +14,35 @@ from dataclasses import dataclass
 
 _NUM_PASSES = 3
 _MAX_ATOMS = 256
+_LEAST_LATENCY_S = 1e-4
+"""What a bucket costs its rank however fast the link is: the launch, the wait, the threads that are woken."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What one all-reduce costs: ``latency_s`` and, for each byte, ``s_per_byte``."""
+    """What one all-reduce costs: ``latency_s`` and, for each byte, ``s_per_byte``; before it, copying each byte."""
 
     latency_s: float
     s_per_byte: float
+    copy_s_per_byte: float = 0.0
 
     def seconds(self, num_bytes: float) -> float:
         """Return the time for an all-reduce of this size."""
         return self.latency_s + self.s_per_byte * num_bytes
 
+    def copying(self, num_bytes: float) -> float:
+        """Return the time from the last gradient of a bucket to its departure."""
+        return self.copy_s_per_byte * num_bytes
 
-def fit_link(small_bytes: int, small_s: Sequence[float], large_bytes: int, large_s: Sequence[float]) -> Link:
-    """Return the link that explains measurements at two sizes."""
+
+def fit_link(
+    small_bytes: int, small_s: Sequence[float], large_bytes: int, large_s: Sequence[float], copy_s: float = 0.0
+) -> Link:
+    """Return the link that explains measurements at two sizes; ``copy_s`` is what copying the larger one took."""
     small, large = statistics.median(small_s), statistics.median(large_s)
     s_per_byte = max(large - small, 0.0) / max(large_bytes - small_bytes, 1)
-    return Link(max(small - s_per_byte * small_bytes, 0.0), s_per_byte)
+    latency_s = max(small - s_per_byte * small_bytes, _LEAST_LATENCY_S)
+    return Link(latency_s, s_per_byte, copy_s / large_bytes)
 
 
 class ReadyTimes:
@@ -77,7 +87,7 @@ def choose_ends(ready_s: Sequence[float], num_bytes: Sequence[int], backward_s: 
         best, begin_of_best, size = float("inf"), 0, 0
         for begin in range(end - 1, -1, -1):
             size += sizes[begin]
-            seconds = max(done[begin], latest[end - 1]) + link.seconds(size)
+            seconds = max(done[begin], latest[end - 1] + link.copying(size)) + link.seconds(size)
             if seconds < best:
                 best, begin_of_best = seconds, begin
         done.append(best)

@@ -38,9 +38,9 @@ TEXTS: dict[str, dict[str, str]] = {
         "parameters lie side by side. Backward computes gradients from the last layer to the first, and the buckets "
         "are filled in that order, so that the first one can leave while backward still works on the others.",
         "cap_small": "Buckets were limited to {cap} in this run, so that there is more than one to look at. The default "
-        "is 1 MiB for the first and 25 MiB for the others.",
+        "is 1 MiB for the first and a tenth of the model, from 1 to 25 MiB, for the others.",
         "cap_default": "Buckets have the default limits: 1 MiB for the first, so that communication starts early, and "
-        "25 MiB for the others.",
+        "a tenth of the model, from 1 to 25 MiB, for the others.",
         "map": "Each bar is one bucket, as long as its bytes, and each piece of it one parameter:",
         "table_of_places": "All parameters and their places",
         "parameter": "parameter",
@@ -142,8 +142,8 @@ TEXTS: dict[str, dict[str, str]] = {
         "buckets": "一条消息再短也有固定开销，所以 {num_tensors} 个梯度不是一个个发送，而是装进 {num_buckets} 个<i>桶</i>："
         "桶是一段连续内存，里面依次放着若干参数的梯度。反向传播从最后一层算到第一层，桶也按这个顺序装，"
         "这样第一个桶装满就能先走，而反向还在算其余的部分。",
-        "cap_small": "这次运行把桶的上限设为 {cap}，好让我们看到不止一个桶。默认上限是：第一个 1 MiB，其余 25 MiB。",
-        "cap_default": "桶用的是默认上限：第一个 1 MiB，让通信尽早开始；其余 25 MiB。",
+        "cap_small": "这次运行把桶的上限设为 {cap}，好让我们看到不止一个桶。默认上限是：第一个 1 MiB，其余为模型的十分之一（1 到 25 MiB 之间）。",
+        "cap_default": "桶用的是默认上限：第一个 1 MiB，让通信尽早开始；其余为模型的十分之一（1 到 25 MiB 之间）。",
         "map": "每一条是一个桶，长度与字节数成正比；条上的每一段是一个参数：",
         "table_of_places": "全部参数及其位置",
         "parameter": "参数",
