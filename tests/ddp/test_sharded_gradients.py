@@ -87,3 +87,25 @@ def _infinite(rank: int, world: int) -> str:
     ddp, sharded, _ = pair(world)
     (ddp(batch(rank, 0)).sum() * (float("inf") if rank else 1.0)).backward()
     return raised(lambda: sharded.clip_grad_norm_(1.0, float("inf"), error_if_nonfinite=True)).replace("nan", "inf")
+
+
+def test_a_slice_gets_the_same_memory_again_unless_somebody_keeps_a_gradient_in_it(ranks: RankPool) -> None:
+    ranks(_memory_of_slices)
+
+
+def _memory_of_slices(rank: int, world: int) -> None:
+    ddp, _, _ = pair(world, Uneven)
+    piece = _own_piece_after_a_step(ddp, rank, 0)
+    address, before = piece.data_ptr(), piece.clone()
+    held = _own_piece_after_a_step(ddp, rank, 1)  # while `piece` is held
+    assert held.data_ptr() != address
+    assert torch.equal(piece, before)
+    address = held.data_ptr()
+    del held, piece
+    assert _own_piece_after_a_step(ddp, rank, 2).data_ptr() == address
+
+
+def _own_piece_after_a_step(ddp: nn.Module, rank: int, step: int) -> torch.Tensor:
+    ddp.zero_grad()
+    plain(ddp, rank, step)
+    return ddp.module.middle.weight.grad.own_piece()

@@ -26,7 +26,7 @@ _DESCRIPTION = (
     "'gradsync bench recording' the cost of recording."
 )
 _WORKLOADS = ("toy", "many", "mlp", "gpt-small", "gpt2")
-_LARGE = ("gpt2",)
+_LARGE = ("gpt-small", "gpt2")
 _ISOLATED_STEPS = 3
 _BASELINE = "torch/gloo"
 
@@ -60,7 +60,7 @@ def _main(arguments: Sequence[str]) -> int:
         bool,
         False,
         "time every contestant in processes of its own, started anew in each round, so that large models do not "
-        "compete for memory; always done for gpt2",
+        "compete for memory; always done for gpt-small and gpt2",
     )
     given = parser.parse_args(list(arguments))
     results = []

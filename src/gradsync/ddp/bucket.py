@@ -52,7 +52,7 @@ class FlatBuffer:
     def remember_idle_counts(self) -> None:
         """Note how many references there are while nobody but us holds the gradients."""
         self.idle_view_counts = list(map(sys.getrefcount, self.views))
-        self.idle_storage_count = _storage_count(self.whole)
+        self.idle_storage_count = storage_count(self.whole)
         self.addresses = list(map(torch.Tensor.data_ptr, self.views))
 
     def is_intact(self) -> bool:
@@ -61,7 +61,7 @@ class FlatBuffer:
 
     def is_held(self, num_own: Sequence[int]) -> bool:
         """Whether somebody else still looks at this memory; ``num_own`` counts our own references to each view."""
-        if _storage_count(self.whole) > self.idle_storage_count:
+        if storage_count(self.whole) > self.idle_storage_count:
             return True
         counts = list(map(sys.getrefcount, self.views))
         if counts == self.idle_view_counts:
@@ -319,5 +319,6 @@ def view_at(whole: torch.Tensor, offset: int, spec: ParameterSpec) -> torch.Tens
     return view.set_(whole.untyped_storage(), start, spec.shape, spec.strides)  # type: ignore[call-overload]
 
 
-def _storage_count(tensor: torch.Tensor) -> int:
+def storage_count(tensor: torch.Tensor) -> int:
+    """Return how many tensors look at this one's memory; to be compared with what it was while nobody else did."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]

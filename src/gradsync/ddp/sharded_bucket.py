@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from gradsync.comm.summing import Pending
-from gradsync.ddp.bucket import Allocator, Bucket, copy_all, view_at
+from gradsync.ddp.bucket import Allocator, Bucket, copy_all, storage_count, view_at
 from gradsync.ddp.exchange import Exchange
 from gradsync.ddp.plan import BucketPlan, ParameterSpec
 from gradsync.ddp.shard_layout import Placement, flat_view, in_layout_of, is_laid_out_as
@@ -50,6 +50,8 @@ class ShardedBucket(Bucket):
         self.num_sent = num_sent(plan, self._specs, exchange)
         self._whole: torch.Tensor | None = None
         self._incoming: torch.Tensor | None = None
+        self._spare_slice: torch.Tensor | None = None
+        self._idle_count = 0
         self._factor = 1.0
         self._held: list[int] = []
 
@@ -108,20 +110,26 @@ class ShardedBucket(Bucket):
                 self.hold(position, self.cut(position, result))
 
     def drop(self) -> None:
-        """Free the slice: its gradients are worth nothing any more."""
-        self.shard = None
+        """Forget the slice: its gradients are worth nothing any more."""
+        if self.shard is not None:
+            self._spare_slice, self.shard = self.shard, None
 
     def retire(self) -> None:
         """Free all memory now, not when the stand-ins, which know the bucket, are collected; another takes over."""
-        self.shard = self._incoming = self._whole = self._buffer = None
+        self.shard = self._incoming = self._spare_slice = self._whole = self._buffer = None
 
     def _empty_slice(self) -> torch.Tensor:
-        return torch.empty(self.slice_numel, dtype=self.plan.dtype, device=self.plan.device)
+        spare, self._spare_slice = self._spare_slice, None
+        if spare is not None and storage_count(spare) == self._idle_count:
+            return spare  # nobody has kept a gradient in it
+        fresh = torch.empty(self.slice_numel, dtype=self.plan.dtype, device=self.plan.device)
+        self._idle_count = storage_count(fresh)
+        return fresh
 
     # ------------------------------------------------------------- one pass
 
     def start_pass(self, waiting: int) -> None:
-        """See ``Bucket``; also frees the slice if the user has dropped all gradients in it."""
+        """See ``Bucket``; also forgets the slice if the user has dropped all gradients in it."""
         super().start_pass(waiting)
         self._whole = self._incoming = None
         if not any(type(p.grad) is ShardedGradient for p in self.parameters):
@@ -187,6 +195,7 @@ class ShardedBucket(Bucket):
         """Let each used parameter's ``grad`` stand for the slices; put back what the others had."""
         assert self._incoming is not None
         before, self.shard, self._incoming = self.shard, self._incoming, None
+        self._spare_slice = before
         if before is not None:
             for position in self._held:
                 where = self._placements[position].in_slice(self.rank)
