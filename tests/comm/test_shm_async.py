@@ -1,5 +1,6 @@
 """Asynchronous operations of the shm backend: order, overlap, futures, time limits of callers, messages."""
 
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from shm_jobs import numbers, shm_group
 
 from gradsync.comm.shm_collectives import STAGE_BYTES
 from gradsync.comm.shm_messages import PIECE_BYTES
+from gradsync.ddp.bucket import storage_count
 from gradsync.errors import BackendError
 from rank_pool import RankPool
 
@@ -292,3 +294,33 @@ def coalesced(rank: int, world: int) -> None:
 
 def test_coalesced_operations(ranks: RankPool) -> None:
     ranks(coalesced)
+
+
+def operations_let_go(rank: int, world: int) -> None:
+    """Without a collection of cycles: what an operation has held would be memory that nobody can use until then."""
+    with shm_group() as group:
+        mine, whole = torch.ones(LARGE), torch.ones(world * LARGE)
+        parts = list(whole.view(world, LARGE).unbind()) if rank == 0 else None
+        operations = {
+            "all_reduce": lambda: dist.all_reduce(whole, group=group, async_op=True),
+            "broadcast": lambda: dist.broadcast(whole, 0, group=group, async_op=True),
+            "reduce": lambda: dist.reduce(whole, 0, group=group, async_op=True),
+            "all_gather": lambda: group._allgather_base(whole, mine),
+            "reduce_scatter": lambda: group._reduce_scatter_base(mine, whole),
+            "all_to_all": lambda: dist.all_to_all_single(whole, torch.ones_like(whole), group=group, async_op=True),
+            "gather": lambda: dist.gather(mine, parts, group=group, async_op=True),
+            "scatter": lambda: dist.scatter(mine, parts, group=group, async_op=True),
+        }
+        before = [storage_count(mine), storage_count(whole)]
+        gc.collect()
+        gc.disable()
+        try:
+            for operation in operations.values():
+                operation().wait()
+                until(lambda: [storage_count(mine), storage_count(whole)] == before)
+        finally:
+            gc.enable()
+
+
+def test_an_operation_that_is_over_holds_no_memory(ranks: RankPool) -> None:
+    ranks(operations_let_go)

@@ -201,6 +201,14 @@ class StreamExchange(Collective):
             for peer, expected in exchange.expected_bytes.items()
             if expected
         }
+        try:
+            self._flow()
+        finally:
+            self._outflows = []  # they know this operation: together they would keep the tensors from being freed
+        if exchange.after is not None:
+            exchange.after()
+
+    def _flow(self) -> None:
         for outflow in self._outflows:
             outflow.advance()
         while waits_for := self._waits_for():
@@ -210,8 +218,6 @@ class StreamExchange(Collective):
                 self._taken(peer)
             else:
                 self._arrived(peer, first, second)
-        if exchange.after is not None:
-            exchange.after()
 
     def _make_outflows(self) -> list[_Outflow]:
         publications = [each for each in self._exchange.publications if each.data.size and each.readers]
