@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from gradsync.cli.options import new_parser
 from gradsync.errors import ConfigError
+from gradsync.observe.terminal import say
 
 if TYPE_CHECKING:
     from gradsync.train.trained import Trained
@@ -33,9 +34,9 @@ def main(arguments: Sequence[str]) -> int:
     from gradsync.train.trained import load_trained
 
     trained = load_trained(Path(options.run), options.checkpoint, "cpu")
-    print(f"from {trained.checkpoint}", file=sys.stderr)
+    say(f"from {trained.checkpoint}", sys.stderr)
     export_gpt2(trained.model, out, trained.tokenizer.end_of_text)
-    print(f"wrote {out}; {_copy_tokenizer(trained, out)}")
+    say(f"wrote {out}; {_copy_tokenizer(trained, out)}")
     return 0
 
 

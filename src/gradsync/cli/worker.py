@@ -26,7 +26,7 @@ from gradsync.comm.last_words import end_now, tell
 from gradsync.comm.watch import watch_of_world
 from gradsync.errors import ConfigError, GradsyncError
 from gradsync.observe.progress import Silent, View, open_view
-from gradsync.observe.terminal import fit_for
+from gradsync.observe.terminal import say
 from gradsync.train.config import TrainConfig
 from gradsync.train.interrupt import STOP_WORD, StopReason, StopRequests, listening
 from gradsync.train.job import Job, Place
@@ -149,13 +149,13 @@ def _train(config: TrainConfig, ranks: Ranks, requests: StopRequests, view: View
 def _print_results(outcome: Outcome) -> None:
     if not outcome.is_finished:
         print(f"stopped after step {outcome.step} of {outcome.total_steps}; go on with:")
-        print(f"  gradsync train --run {outcome.run} --resume", flush=True)
+        say(f"  gradsync train --run {outcome.run} --resume")
         return
     loss = "" if outcome.val_loss is None else f", validation loss {outcome.val_loss:.4f} nats per token"
     print(f"finished step {outcome.step} of {outcome.total_steps}{loss}")
     if outcome.sample is not None:
-        print(f"--- sample ---\n{fit_for(sys.stdout, outcome.sample)}\n--------------")
-    print(f'more samples: gradsync sample {outcome.run} --prompt "..."', flush=True)
+        say(f"--- sample ---\n{outcome.sample}\n--------------")
+    say(f'more samples: gradsync sample {outcome.run} --prompt "..."')
 
 
 def _device(config: TrainConfig) -> torch.device:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from gradsync.errors import MissingExtraError
+from gradsync.errors import DataError, MissingExtraError
 from gradsync.observe.records import StepRecord
 
 
@@ -106,13 +106,42 @@ def open_sinks(folder: Path, tensorboard: bool, wandb: str | None, config: dict[
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a metrics file; a last line cut short by a kill is left out."""
+    """Yield the records of a metrics file; a last line cut short by a kill is left out.
+
+    Raises:
+        DataError: a line is no record.
+    """
+    for number, record in enumerate(read_json_lines(path), 1):
+        if type(record.get("step")) is not int:
+            raise DataError(f"{path}:{number} is damaged: a record of a step without its number")
+        yield record
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file of JSON lines, none if there is no file; a last line cut short is left out.
+
+    Numbers that are infinite or not a number, which JSON does not know, become None.
+
+    Raises:
+        DataError: a line is no JSON object.
+    """
     if not path.exists():
         return
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            if line.endswith("\n"):
-                yield json.loads(line)
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                found = json.loads(line.decode("utf-8"), parse_constant=_no_number)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{path}:{number} is damaged: {error}; remove that line to go on without it") from error
+            if not isinstance(found, dict):
+                raise DataError(f"{path}:{number} is damaged: no JSON object; remove that line to go on without it")
+            yield found
+
+
+def _no_number(spelling: str) -> None:
+    return None
 
 
 def forget_after(path: Path, step: int) -> None:

@@ -4,6 +4,7 @@ A control character could move the cursor, change colours, retitle the window or
 each is shown as a replacement character. What goes to a file or a pipe is left as it is.
 """
 
+import sys
 from typing import IO
 
 _KEPT = {"\n", "\t"}
@@ -21,3 +22,9 @@ def harmless(text: str) -> str:
 def fit_for(stream: IO[str], text: str) -> str:
     """Return what may be written to a stream: the text itself, unless the stream is a terminal."""
     return harmless(text) if stream.isatty() else text
+
+
+def say(text: str, stream: IO[str] | None = None, end: str = "\n") -> None:
+    """Print what may hold text of others, to standard output if no stream is given."""
+    stream = stream or sys.stdout
+    print(fit_for(stream, text), end=end, file=stream, flush=True)

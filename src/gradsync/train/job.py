@@ -125,8 +125,14 @@ class Job:
             pieces = stream_text(replica, tokenizer, config.sample_prompt, options, self._place.device)
             text = config.sample_prompt + "".join(pieces)
         if is_first:
-            self._folder.write_sample(step, text)
+            self._keep_sample(step, text)
         return text if is_first else None
+
+    def _keep_sample(self, step: int, text: str) -> None:
+        try:
+            self._folder.write_sample(step, text)
+        except OSError as error:
+            self.note(f"warning: the sample of step {step} could not be written: {error}")
 
     def save(self, step: int, val_loss: float | None) -> None:
         """Begin to write a checkpoint."""
@@ -204,13 +210,13 @@ class Job:
 
     def _load(self, path: Path) -> int:
         checkpoint, material = open_checkpoint(path), self._material
-        if checkpoint.facts["data"] != fingerprint(material.corpus.train):
+        if checkpoint.fact("data", dict) != fingerprint(material.corpus.train):
             raise CheckpointError(
                 f"the text of {self._config.data} is not the one that run {self._folder.path} was trained on; "
                 f"resume with that text, or start a new run"
             )
         self._assembly.state.restore(checkpoint.shapes(), checkpoint.load)
-        material.loader.load_state_dict(checkpoint.facts["loader"])
+        material.loader.load_state_dict(checkpoint.fact("loader", dict))
         return checkpoint.step
 
     def _open_records(self, step: int) -> None:
