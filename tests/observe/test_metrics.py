@@ -1,5 +1,6 @@
 """Step records kept: JSON lines that a kill cannot spoil, TensorBoard events where they can be had."""
 
+import errno
 import json
 
 import pytest
@@ -75,3 +76,36 @@ def test_tensorboard_can_be_left_out(tmp_path):
 
 def test_memory_is_a_plausible_number():
     assert 2**20 < resident_bytes() < 2**40
+
+
+class FillingUp:
+    """A file on a disk with little room."""
+
+    def __init__(self, file, room):
+        self._file, self.room = file, room
+
+    def write(self, data):
+        if self.room == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = self._file.write(data[: self.room])
+        self.room -= written
+        return written
+
+    def close(self):
+        self._file.close()
+
+
+def test_a_line_that_a_full_disk_cut_short_spoils_no_other(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = JsonLines(path)
+    lines._file = disk = FillingUp(lines._file, room=120)
+    lines.write(StepRecord(1, 1.5, 0.1, 2.0, 10.0))
+    for step in (2, 3):
+        with pytest.raises(OSError, match="No space left"):
+            lines.write(StepRecord(step, 1.5, 0.1, 2.0, 10.0))
+    disk.room = 10_000
+    lines.write(StepRecord(4, 1.5, 0.1, 2.0, 10.0))
+    lines.close()
+    assert [record["step"] for record in read_metrics(path)] == [1, 4]
+    forget_after(path, 3)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1]

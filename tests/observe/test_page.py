@@ -52,6 +52,18 @@ def test_everything_of_a_run_is_on_the_page(run_folder):
     assert run["starts"][0]["ranks"] == 2
 
 
+def test_what_is_damaged_in_a_run_folder_does_not_cost_the_page(run_folder):
+    for name in ("metrics.jsonl", "starts.jsonl"):
+        with (run_folder / name).open("a") as file:
+            file.write('{"step": 101, "lo{"step": 102, "loss": 1.0}\n[1]\n{"ste')
+    (run_folder / "samples" / "step-00000100.txt").write_bytes(b"\xff text")
+    (run_folder / "samples" / "step-final.txt").write_text("not ours")
+    (run,) = data_of(render([read_run(run_folder, "first", {"steps": 100})]))
+    assert run["steps"] == 100
+    assert len(run["starts"]) == 1
+    assert run["samples"][1] == [100, "\ufffd text"]
+
+
 def test_the_page_needs_no_network_and_what_a_run_holds_is_no_markup(run_folder):
     page = render([read_run(run_folder, NASTY, {"note": NASTY})])
     assert page.count("</script>") == 1

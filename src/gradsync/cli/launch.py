@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from gradsync.cli.failures import cause, describe, keep_trace, recorded
 from gradsync.cli.main import EXIT_INTERRUPTED, fail
+from gradsync.observe.terminal import lasting
 from gradsync.train.config import TrainConfig
 from gradsync.train.interrupt import STOP_WORD, StopReason
 
@@ -131,4 +132,4 @@ class _Listener(threading.Thread):
         unfinished = self._control / f"{STOP_WORD}.unfinished"
         unfinished.write_text(reason.name, encoding="utf-8")
         os.replace(unfinished, self._control / STOP_WORD)
-        print("stopping after this step (Ctrl-C again: at once) ...", file=sys.stderr, flush=True)
+        print("stopping after this step (Ctrl-C again: at once) ...", file=lasting(sys.stderr), flush=True)

@@ -63,7 +63,7 @@ def _prompts(prompt: str | None, file: str | None) -> Iterator[str]:
         lines = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompt-file {file} cannot be read: {error}") from error
-    found = [line for line in lines.splitlines() if line]
+    found = [prompt for line in lines.split("\n") if (prompt := line.removesuffix("\r"))]
     if not found:
         raise ConfigError(f"--prompt-file {file} holds no prompt; write one a line")
     yield from found

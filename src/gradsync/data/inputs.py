@@ -23,7 +23,7 @@ from gradsync.data.documents import (
     stdlib_folder,
     text_files,
 )
-from gradsync.data.records import read_dataset, read_jsonl, read_parquet
+from gradsync.data.records import is_encodable, read_dataset, read_jsonl, read_parquet, without_halves
 from gradsync.data.split import (
     FEWEST_FILES_TO_CHOOSE_FROM,
     TRAIN,
@@ -126,6 +126,9 @@ class Inputs:
         # Empty records take a number too: leaving one out must not move all others.
         for number, text in enumerate(self._records(intake)):
             if text:
+                if not is_encodable(text):
+                    text = without_halves(text)
+                    intake.replaced.append(f"record {number}")
                 is_val = is_validation_record(number, self.options.val_fraction)
                 yield from _pieces([text], VAL if is_val else TRAIN, is_end=True)
             else:

@@ -79,6 +79,8 @@ def read_config(folder: Path) -> GPT2Config:
         raise DataError(f"{path} cannot be read: {error.strerror}; expected a Hugging Face model folder") from error
     except ValueError as error:
         raise DataError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise DataError(f"{path} holds no model's configuration, but a JSON {type(config).__name__}")
     _check_is_ours(path, config)
     try:
         return GPT2Config(

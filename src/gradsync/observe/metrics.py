@@ -28,15 +28,23 @@ class Sink(Protocol):
 class JsonLines:
     """Appends one JSON object a step, each line written out at once so that a kill loses nothing.
 
-    Numbers that JSON has no spelling for (a loss that is not finite) are written as null.
+    Numbers that JSON has no spelling for (a loss that is not finite) are written as null. A line that
+    could be written in part only (a full disk) spoils no other one.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._file = path.open("ab", buffering=0)
+        self._is_amid_line = False
 
     def write(self, record: StepRecord) -> None:
         """Append the record."""
-        self._file.write(json.dumps(_finite(record.as_json()), allow_nan=False) + "\n")
+        line = json.dumps(_finite(record.as_json()), allow_nan=False) + "\n"
+        left = memoryview((("\n" if self._is_amid_line else "") + line).encode())
+        while left:
+            written = self._file.write(left)
+            assert written is not None  # it blocks
+            left = left[written:]
+            self._is_amid_line = bool(left)
 
     def close(self) -> None:
         """Close the file."""
@@ -106,13 +114,24 @@ def open_sinks(folder: Path, tensorboard: bool, wandb: str | None, config: dict[
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a metrics file; a last line cut short by a kill is left out."""
+    """Yield the objects of a metrics file; lines cut short by a kill or a full disk are left out."""
+    for record in read_objects(path):
+        if isinstance(record.get("step"), int):
+            yield record
+
+
+def read_objects(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file of JSON lines, and leave out what is none."""
     if not path.exists():
         return
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for line in lines:
-            if line.endswith("\n"):
-                yield json.loads(line)
+            try:
+                found = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(found, dict):
+                yield found
 
 
 def forget_after(path: Path, step: int) -> None:
