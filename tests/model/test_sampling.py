@@ -60,6 +60,12 @@ def test_temperature_sharpens(model: GPT2) -> None:
     assert share[0] > 2 * share[1]
 
 
+def test_a_tiny_temperature_is_greedy(model):
+    tokens = torch.tensor([[1, 2]])
+    greedy = generate(model, tokens, 8, temperature=0.0)
+    assert torch.equal(generate(model, tokens, 8, temperature=1e-40), greedy)
+
+
 def test_a_stopped_sequence_repeats_the_stop_token_and_all_stopped_ends(model: GPT2) -> None:
     tokens = torch.zeros((4, 1), dtype=torch.int64)
     free = generate(model, tokens, 60, generator=_seeded(5))

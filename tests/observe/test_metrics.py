@@ -2,9 +2,12 @@
 
 import errno
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 
+from gradsync.errors import MissingExtraError
 from gradsync.observe.memory import resident_bytes
 from gradsync.observe.metrics import JsonLines, TensorBoard, forget_after, open_sinks, read_metrics
 from gradsync.observe.records import StepRecord
@@ -66,6 +69,35 @@ def test_tensorboard_events_are_written_where_it_is_installed(tmp_path):
         sink.close()
     (events,) = (tmp_path / "tensorboard").iterdir()
     assert b"tokens_per_s" in events.read_bytes()
+
+
+def test_a_tensorboard_that_is_broken_is_told_of_once(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    sink = TensorBoard(tmp_path / "tensorboard")
+    with pytest.raises(MissingExtraError, match="tensorboard is installed but cannot be used"):
+        sink.write(StepRecord(1, 1.5, 0.1, 2.0, 10.0))
+    sink.write(StepRecord(2, 1.5, 0.1, 2.0, 10.0))
+    sink.close()
+
+
+def test_weights_and_biases_get_every_number_under_the_name_of_the_run(tmp_path, monkeypatch):
+    calls = []
+    run = SimpleNamespace(log=lambda numbers, step: calls.append((step, numbers)), finish=lambda: calls.append("end"))
+    wandb = SimpleNamespace(init=lambda **options: calls.append(options) or run)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    *_, sink = open_sinks(tmp_path, tensorboard=False, wandb="project", config={"lr": 0.1})
+    sink.write(StepRecord(3, 1.5, 0.1, 2.0, 10.0))
+    sink.close()
+    options, logged, end = calls
+    assert options["project"] == "project" and options["id"] == tmp_path.name and options["config"] == {"lr": 0.1}
+    assert logged == (3, {"loss": 1.5, "lr": 0.1, "grad_norm": 2.0, "tokens_per_s": 10.0})
+    assert end == "end"
+
+
+def test_without_wandb_its_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(MissingExtraError, match=r"gradsync\[wandb\]"):
+        open_sinks(tmp_path, tensorboard=False, wandb="project", config={})
 
 
 def test_tensorboard_can_be_left_out(tmp_path):

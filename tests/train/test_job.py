@@ -11,8 +11,10 @@ import torch
 from gradsync.data.inputs import InputOptions
 from gradsync.data.prepare import PrepareOptions, prepare
 from gradsync.errors import CheckpointError, ConfigError, DataError, NonFiniteError
+from gradsync.train import job
 from gradsync.train.build import build, check_same_data
 from gradsync.train.checkpoint import list_checkpoints
+from gradsync.train.config import MAX_SEED
 from gradsync.train.interrupt import StopReason, StopRequests
 from gradsync.train.modes import Modes
 from gradsync.train.ranks import Alone
@@ -320,3 +322,24 @@ def test_ranks_that_read_other_data_or_the_same_batch_are_told_apart(folder):
         check_same_data(Elsewhere(lambda mine: (mine[0], 1, mine[2])), material)
     check_same_data(Elsewhere(lambda mine: mine), material)  # two ranks of one replica
     check_same_data(Elsewhere(lambda mine: (mine[0], 1, range(1, 8, 2))), material)
+
+
+def test_any_seed_that_is_taken_works(folder):
+    train(options_for(folder, seed=MAX_SEED, steps=1))
+    with pytest.raises(ConfigError, match="--seed is 9223372036854775808; it must be at most"):
+        options_for(folder, seed=MAX_SEED + 1)
+
+
+def test_metrics_that_cannot_be_written_end_no_run(folder, monkeypatch):
+    class Broken:
+        def write(self, record):
+            raise OSError("No space left on device")
+
+        def close(self):
+            self.write(None)
+
+    monkeypatch.setattr(job, "open_sinks", lambda *_: [Broken()])
+    view = Notebook()
+    assert train(options_for(folder), view=view).is_finished
+    assert sum("missing from some metrics, they cannot be written: No space left" in note for note in view.notes) == 6
+    assert "warning: the last metrics could not be written: No space left on device" in view.notes

@@ -3,11 +3,12 @@
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from gradsync.cli.options import new_parser
 from gradsync.errors import ConfigError
 from gradsync.observe.terminal import fit_for
+from gradsync.train.config import MAX_SEED
 
 _DESCRIPTION = "Print text that a trained run goes on with."
 
@@ -69,8 +70,10 @@ def _prompts(prompt: str | None, file: str | None) -> Iterator[str]:
     yield from found
 
 
-def _check(options: object) -> None:
+def _check(options: Any) -> None:
     for name, least in (("num_samples", 1), ("max_tokens", 1), ("temperature", 0), ("top_k", 1), ("seed", 0)):
         value = getattr(options, name)
         if value is not None and value < least:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}")
+    if options.seed + options.num_samples > MAX_SEED:
+        raise ConfigError(f"--seed is {options.seed}; it must be less than 2**63")

@@ -41,9 +41,9 @@ class Intake:
         return notes
 
 
-def text_files(folder: Path) -> list[Path]:
-    """Every file below ``folder`` that is not hidden, ordered by path."""
-    return _walk(folder, skip=set())
+def text_files(folder: Path, leave_out: Path | None = None) -> list[Path]:
+    """Every file below ``folder`` that is neither hidden nor in the folder ``leave_out``, ordered by path."""
+    return _walk(folder, set(), leave_out)
 
 
 def stdlib_folder() -> Path:
@@ -54,7 +54,7 @@ def stdlib_folder() -> Path:
 def stdlib_files() -> list[Path]:
     """The Python sources of the standard library without its tests, ordered by path."""
     folder = stdlib_folder()
-    files = [path for path in _walk(folder, skip=_NOT_STDLIB) if path.suffix == ".py"]
+    files = [path for path in _walk(folder, _NOT_STDLIB) if path.suffix == ".py"]
     if not files:
         raise DataError(
             f"this Python has no sources of its standard library in {folder} (a frozen or zipped "
@@ -150,14 +150,19 @@ def _read_blocks(path: Path, start: int, stop: int) -> Iterator[tuple[bytes, boo
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def _walk(folder: Path, skip: set[str]) -> list[Path]:
-    return sorted(_walk_unordered(folder, skip), key=lambda path: path.relative_to(folder).parts)
+def _walk(folder: Path, skip: set[str], leave_out: Path | None = None) -> list[Path]:
+    return sorted(_walk_unordered(folder, skip, leave_out), key=lambda path: path.relative_to(folder).parts)
 
 
-def _walk_unordered(folder: Path, skip: set[str]) -> Iterator[Path]:
+def _walk_unordered(folder: Path, skip: set[str], leave_out: Path | None) -> Iterator[Path]:
+    out = None if leave_out is None else leave_out.resolve()
     for place, folders, names in os.walk(folder, onerror=_fail_to_list):
         # Changing the list in place is how os.walk is told where not to go.
-        folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
+        folders[:] = [
+            name
+            for name in folders
+            if name not in skip and not name.startswith(".") and (out is None or (Path(place) / name).resolve() != out)
+        ]
         for name in names:
             path = Path(place) / name
             if not name.startswith(".") and path.is_file():

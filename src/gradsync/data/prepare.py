@@ -84,7 +84,7 @@ def prepare(options: PrepareOptions, report: Callable[[PrepareProgress], None] =
         DataError: the inputs cannot be read, or the folder cannot be written.
         ConfigError: the folder holds something else, or another process is at work in it.
     """
-    inputs = Inputs(options.inputs)
+    inputs = Inputs(options.inputs, leave_out=options.out)
     source = describe_source(options, inputs)
     try:
         options.out.mkdir(parents=True, exist_ok=True)

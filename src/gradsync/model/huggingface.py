@@ -39,10 +39,15 @@ def export_gpt2(model: GPT2, folder: Path, end_of_text: int) -> None:
 
     Raises:
         MissingExtraError: safetensors is not installed.
+        OSError: the folder cannot be written.
     """
     save_file = _safetensors().save_file
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(_exported_tensors(model), folder / _WEIGHTS, metadata={"format": "pt"})
+    tensors = _exported_tensors(model)
+    try:
+        save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
+    except Exception as error:  # safetensors' own error, whatever the disk said, has no public name in all versions
+        raise OSError(f"{folder / _WEIGHTS}: {error}") from error
     config = _exported_config(model.config, end_of_text)
     (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 

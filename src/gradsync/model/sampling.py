@@ -102,7 +102,8 @@ def _pick(logits: Tensor, temperature: float, top_k: int | None, generator: torc
     if temperature == 0.0:
         return logits.argmax(dim=-1)
     kept, ids = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]), dim=-1)  # B, K
-    probabilities = torch.softmax(kept / temperature, dim=-1)
+    # Below the largest, which comes first: a tiny temperature must not make them overflow.
+    probabilities = torch.softmax((kept - kept[:, :1]) / temperature, dim=-1)
     choice = torch.multinomial(probabilities, 1, generator=generator)
     return ids.gather(1, choice).squeeze(1)
 

@@ -57,18 +57,28 @@ class TensorBoard:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._writer: Any = None
+        self._is_broken = False
 
     def write(self, record: StepRecord) -> None:
         """Write every number of the record."""
+        if self._is_broken:
+            return
         if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(str(self._folder))  # type: ignore[no-untyped-call]
+            self._writer = self._open()
         numbers = record.as_json()
         step = numbers.pop("step")
         for name, value in numbers.items():
             if isinstance(value, int | float):
                 self._writer.add_scalar(name, value, step)
+
+    def _open(self) -> Any:
+        self._is_broken = True
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except Exception as error:  # an installation at odds with itself raises almost anything
+            raise MissingExtraError(f"tensorboard is installed but cannot be used: {error}") from error
+        self._is_broken = False
+        return SummaryWriter(str(self._folder))  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """Flush the events."""

@@ -17,7 +17,7 @@ import torch
 from gradsync import __version__
 from gradsync.comm.watch import excused
 from gradsync.data.loader import evaluation_batches
-from gradsync.errors import CheckpointError, NonFiniteError
+from gradsync.errors import CheckpointError, MissingExtraError, NonFiniteError
 from gradsync.observe.memory import resident_bytes
 from gradsync.observe.metrics import Sink, forget_after, open_sinks
 from gradsync.observe.peaks import peak_flops
@@ -168,11 +168,11 @@ class Job:
         if self._peak_flops is not None:
             flops = record.tokens_per_s * self._material.flops_per_token
             record = replace(record, mfu=flops / (self._peak_flops * self._place.ranks.world))
-        try:
-            for sink in self._sinks:
+        for sink in self._sinks:
+            try:
                 sink.write(record)
-        except OSError as error:
-            self.note(f"warning: step {record.step} is missing from the metrics, they could not be written: {error}")
+            except (OSError, MissingExtraError) as error:
+                self.note(f"warning: step {record.step} is missing from some metrics, they cannot be written: {error}")
         self._place.view.step(record, self._memory_bytes())
 
     def note(self, message: str) -> None:
