@@ -85,9 +85,9 @@ def test_weights_and_biases_get_every_number_under_the_name_of_the_run(tmp_path,
     run = SimpleNamespace(log=lambda numbers, step: calls.append((step, numbers)), finish=lambda: calls.append("end"))
     wandb = SimpleNamespace(init=lambda **options: calls.append(options) or run)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    *_, sink = open_sinks(tmp_path, tensorboard=False, wandb="project", config={"lr": 0.1})
-    sink.write(StepRecord(3, 1.5, 0.1, 2.0, 10.0))
-    sink.close()
+    for sink in open_sinks(tmp_path, tensorboard=False, wandb="project", config={"lr": 0.1}):
+        sink.write(StepRecord(3, 1.5, 0.1, 2.0, 10.0))
+        sink.close()
     options, logged, end = calls
     assert options["project"] == "project" and options["id"] == tmp_path.name and options["config"] == {"lr": 0.1}
     assert logged == (3, {"loss": 1.5, "lr": 0.1, "grad_norm": 2.0, "tokens_per_s": 10.0})

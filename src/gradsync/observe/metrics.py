@@ -115,12 +115,13 @@ def open_sinks(folder: Path, tensorboard: bool, wandb: str | None, config: dict[
     Raises:
         MissingExtraError: Weights & Biases is wanted and not installed.
     """
-    sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl")]
+    sinks: list[Sink] = []
     if tensorboard and importlib.util.find_spec("tensorboard") is not None:
         sinks.append(TensorBoard(folder / "tensorboard"))
     if wandb is not None:
         sinks.append(WandB(wandb, folder, config))
-    return sinks
+    # The file comes last: what is opened here needs to be closed, and the others may fail.
+    return [JsonLines(folder / "metrics.jsonl"), *sinks]
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
