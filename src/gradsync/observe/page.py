@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from gradsync.observe.metrics import read_json_lines, read_metrics
+from gradsync.observe.metrics import read_metrics, read_objects
 
 MAX_POINTS = 2000
 _MAX_SAMPLES = 40
@@ -42,11 +42,7 @@ class RunReport:
 
 
 def read_run(folder: Path, name: str, config: dict[str, Any]) -> RunReport:
-    """Gather a run from its folder; ``config`` are its options.
-
-    Raises:
-        DataError: its metrics or its list of starts is damaged.
-    """
+    """Gather a run from its folder; ``config`` are its options. What is damaged in its records is left out."""
     records = list(read_metrics(folder / "metrics.jsonl"))
     return RunReport(
         name=name,
@@ -54,7 +50,7 @@ def read_run(folder: Path, name: str, config: dict[str, Any]) -> RunReport:
         curves={curve: thin_out(_points(records, curve)) for curve in _CURVES},
         samples=_samples(folder / "samples"),
         config=config,
-        starts=list(read_json_lines(folder / "starts.jsonl")),
+        starts=list(read_objects(folder / "starts.jsonl")),
         skipped=[record["step"] for record in records if record.get("skipped")],
         timeline=_timeline(folder / TIMELINE_FILE),
         late=[
