@@ -30,38 +30,22 @@ class Assignment:
     store_pid: int
     fault: Fault | None
     is_resumed: bool
-    mode: "Mode"
+    options: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Mode:
-    """How the run trains and saves; the strategy decides the bits of the result."""
-
-    is_async: bool = False
-    strategy: str = "ddp"
-
-    def __str__(self) -> str:
-        return f"{self.strategy}, checkpoints {'beside' if self.is_async else 'between'} the steps"
-
-
-BETWEEN = Mode()
-BESIDE = Mode(is_async=True)
-
-
-def config_of(folder: Path, is_resumed: bool = False, mode: Mode = BETWEEN) -> Any:
+def config_of(folder: Path, is_resumed: bool = False, **options: Any) -> Any:
     return options_for(
         folder,
         run=str(folder / "run"),
         resume=is_resumed,
-        strategy=mode.strategy,
         steps=6,
         checkpoint_every=2,
         eval_every=3,
         keep_checkpoints=9,
-        async_checkpoints=mode.is_async,
         layers=2,
         dropout=0.1,
         sample_tokens=0,
+        **options,
     )
 
 
@@ -131,6 +115,6 @@ def _train(task: Assignment, end: Callable[[BaseException], None]) -> None:
     reach("after rendezvous")
     if trap is not None:
         arm(point, trap)
-    train(config_of(task.folder, task.is_resumed, task.mode), Group())
+    train(config_of(task.folder, task.is_resumed, **task.options), Group())
     reach("shutdown")
     destroy_process_group()

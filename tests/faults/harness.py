@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import fault_rank
-from fault_rank import BETWEEN, SOFT_LIMIT_S, START_LIMIT_S, Assignment, Mode, config_of
+from fault_rank import SOFT_LIMIT_S, START_LIMIT_S, Assignment, config_of
 from injector import HARMLESS, PAUSE_S, STRUCK, Fault
 
 from training_jobs import losses, write_text
@@ -38,13 +38,13 @@ class Outcome:
 
 
 def run_once(
-    folder: Path, backend: str, fault: Fault | None = None, is_resumed: bool = False, mode: Mode = BETWEEN
+    folder: Path, backend: str, fault: Fault | None = None, is_resumed: bool = False, **options: Any
 ) -> list[Outcome]:
     """Run two ranks to their end; those that do not end are an error."""
     for leftover in folder.glob("outcome-*.json"):
         leftover.unlink()
     with _store(2) as (port, store_pid):
-        tasks = [Assignment(folder, rank, 2, backend, port, store_pid, fault, is_resumed, mode) for rank in range(2)]
+        tasks = [Assignment(folder, rank, 2, backend, port, store_pid, fault, is_resumed, options) for rank in range(2)]
         ranks = [_start(task) for task in tasks]
         sessions = [process.pid for process in ranks]
         try:
@@ -61,10 +61,10 @@ def run_once(
     return outcomes
 
 
-def check(folder: Path, backend: str, fault: Fault, unbroken: list[float], mode: Mode = BETWEEN) -> None:
+def check(folder: Path, backend: str, fault: Fault, unbroken: list[float], **options: Any) -> None:
     """Strike a run with a fault, check how it ends, resume it, and compare with the unbroken one."""
     write_text(folder)
-    outcomes = run_once(folder, backend, fault, mode=mode)
+    outcomes = run_once(folder, backend, fault, **options)
     story = "\n".join(f"rank {rank}: {outcome}" for rank, outcome in enumerate(outcomes))
     has_struck = (folder / STRUCK).exists()
     is_over = all(outcome.exit_code == 0 for outcome in outcomes)
@@ -74,7 +74,7 @@ def check(folder: Path, backend: str, fault: Fault, unbroken: list[float], mode:
         return
     check_named(fault, outcomes, story)
     is_resumed = (folder / "run").exists() and any((folder / "run").iterdir())
-    resumed = run_once(folder, backend, None, is_resumed, mode)
+    resumed = run_once(folder, backend, None, is_resumed, **options)
     assert [outcome.exit_code for outcome in resumed] == [0, 0], f"after {fault} the run cannot go on\n{resumed}"
     assert losses(config_of(folder)) == unbroken, f"after {fault} the run goes on in another way"
 

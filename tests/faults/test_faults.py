@@ -10,9 +10,10 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
-from fault_rank import BESIDE, BETWEEN, Mode, config_of
+from fault_rank import config_of
 from harness import check, run_once
 from injector import Fault, all_faults, draw
 
@@ -24,6 +25,9 @@ pytestmark = [
 ]
 BACKENDS = ["gloo", "shm"]
 STRATEGIES = ["ddp", "zero"]
+BESIDE = {"async_checkpoints": True, "strategy": "ddp"}
+BETWEEN = {"async_checkpoints": False, "strategy": "ddp"}
+"""When checkpoints are written: beside the training, as is usual, or between two steps."""
 
 Unbroken = Callable[[str], list[float]]
 
@@ -45,7 +49,7 @@ IN_CI = [
     ("gloo", Fault("store", "forward"), BETWEEN),
     ("gloo", Fault("raise", "before rendezvous"), BESIDE),
     ("gloo", Fault("kill", "after rendezvous"), BESIDE),
-    ("shm", Fault("raise", "evaluation", rank=0), Mode(True, "zero")),
+    ("shm", Fault("raise", "evaluation", rank=0), {**BESIDE, "strategy": "zero"}),
     ("gloo", Fault("kill", "shutdown"), BESIDE),
 ]
 
@@ -58,7 +62,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Unbroken:
     def run(strategy: str) -> list[float]:
         folder = tmp_path_factory.mktemp("unbroken")
         write_text(folder)
-        outcomes = run_once(folder, "gloo", mode=Mode(strategy=strategy))
+        outcomes = run_once(folder, "gloo", strategy=strategy)
         assert [outcome.exit_code for outcome in outcomes] == [0, 0], outcomes
         return losses(config_of(folder))
 
@@ -66,16 +70,16 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Unbroken:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "fault", "mode"), IN_CI, ids=str)
-def test_struck(tmp_path: Path, unbroken: Unbroken, backend: str, fault: Fault, mode: Mode) -> None:
-    check(tmp_path, backend, fault, unbroken(mode.strategy), mode)
+@pytest.mark.parametrize(("backend", "fault", "options"), IN_CI, ids=str)
+def test_struck(tmp_path: Path, unbroken: Unbroken, backend: str, fault: Fault, options: dict[str, Any]) -> None:
+    check(tmp_path, backend, fault, unbroken(options["strategy"]), **options)
 
 
 @pytest.mark.stress
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("fault", all_faults(0) + all_faults(1), ids=str)
 def test_every_combination(tmp_path: Path, unbroken: Unbroken, backend: str, fault: Fault) -> None:
-    check(tmp_path, backend, fault, unbroken("ddp"), BESIDE)
+    check(tmp_path, backend, fault, unbroken("ddp"), **BESIDE)
 
 
 FIRST_SEED = int(os.environ.get("FAULTS_SEED", random.SystemRandom().randrange(10**6)))
@@ -87,6 +91,7 @@ NUM_ROUNDS = int(os.environ.get("FAULTS_ROUNDS", 2))
 def test_a_random_fault(tmp_path: Path, unbroken: Unbroken, number: int) -> None:
     """``FAULTS_SEED`` repeats a round: its number is 0 then."""
     chance = random.Random(FIRST_SEED + number)
-    fault, backend, mode = draw(chance), chance.choice(BACKENDS), Mode(chance.random() < 0.7, chance.choice(STRATEGIES))
-    print(f"FAULTS_SEED={FIRST_SEED + number}: {fault} the {fault.after}th time, on {backend} ({mode})")
-    check(tmp_path, backend, fault, unbroken(mode.strategy), mode)
+    fault, backend = draw(chance), chance.choice(BACKENDS)
+    options = {"async_checkpoints": chance.random() < 0.7, "strategy": chance.choice(STRATEGIES)}
+    print(f"FAULTS_SEED={FIRST_SEED + number}: {fault} the {fault.after}th time, on {backend}, {options}")
+    check(tmp_path, backend, fault, unbroken(options["strategy"]), **options)
