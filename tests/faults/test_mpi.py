@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fault_rank import BESIDE, BETWEEN, SOFT_LIMIT_S, START_LIMIT_S, Assignment, Mode, config_of
+from fault_rank import SOFT_LIMIT_S, START_LIMIT_S, Assignment, config_of
 from harness import PATIENCE_S, left_in_memory, members, state_of, stop_s
 from injector import HARMLESS, STRUCK, Fault, all_faults
 
@@ -20,6 +20,7 @@ from training_jobs import losses, write_text
 _MPIEXEC = shutil.which("mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
 _TASK = "task.pickle"
 _UNDISTURBED_S = 90.0
+OPTIONS = {"async_checkpoints": True}
 
 pytestmark = [
     pytest.mark.distributed,
@@ -39,13 +40,11 @@ POSSIBLE = [
 ]
 
 
-def run_once(
-    folder: Path, fault: Fault | None = None, is_resumed: bool = False, mode: Mode = BETWEEN
-) -> tuple[int, str]:
+def run_once(folder: Path, fault: Fault | None = None, is_resumed: bool = False) -> tuple[int, str]:
     """Run two ranks to their end; returns the exit code of ``mpiexec``, and all that was said."""
     for leftover in [folder / STRUCK, *folder.glob("outcome-*.json")]:
         leftover.unlink(missing_ok=True)
-    (folder / _TASK).write_bytes(pickle.dumps(Assignment(folder, -1, 2, "mpi", 0, 0, fault, is_resumed, mode)))
+    (folder / _TASK).write_bytes(pickle.dumps(Assignment(folder, -1, 2, "mpi", 0, 0, fault, is_resumed, OPTIONS)))
     with (folder / "mpiexec.txt").open("w") as output:
         process = subprocess.Popen(
             [str(_MPIEXEC), "-n", "2", sys.executable, __file__, str(folder / _TASK)],
@@ -88,7 +87,7 @@ def _wait(process: "subprocess.Popen[bytes]", folder: Path, fault: Fault | None)
 def check(folder: Path, fault: Fault, unbroken: list[float]) -> None:
     """Strike a run with a fault, check how it ends, resume it, and compare with the unbroken one."""
     write_text(folder)
-    code, story = run_once(folder, fault, mode=BESIDE)
+    code, story = run_once(folder, fault)
     if not (folder / STRUCK).exists() or fault.kind in HARMLESS or (code == 0 and fault.may_be_survived):
         assert code == 0, f"{fault} should be survived\n{story}"
         assert losses(config_of(folder)) == unbroken
@@ -103,7 +102,7 @@ def check(folder: Path, fault: Fault, unbroken: list[float]) -> None:
         }
         sign = signs.get(fault.kind, f"rank {fault.rank}")
         assert sign.lower() in story.lower(), f"{fault} is not named\n{story}"
-    code, story = run_once(folder, None, any((folder / "run").glob("*")), BESIDE)
+    code, story = run_once(folder, None, any((folder / "run").glob("*")))
     assert code == 0, f"after {fault} the run cannot go on\n{story}"
     assert losses(config_of(folder)) == unbroken, f"after {fault} the run goes on in another way"
 
