@@ -27,7 +27,8 @@ class Assignment:
     world: int
     backend: str
     port: int
-    store_pid: int
+    store_pid: int | None
+    """The process that serves the store; None: rank 0 does."""
     fault: Fault | None
     is_resumed: bool
     options: dict[str, Any]
@@ -54,7 +55,9 @@ def main(task: Assignment) -> None:
     os.setsid()  # so that whatever this rank has started can be found
     end = _prepare(task)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(task.port), RANK=str(task.rank))
-    os.environ.update(WORLD_SIZE=str(task.world), TORCHELASTIC_USE_AGENT_STORE="True", LOCAL_RANK=str(task.rank))
+    os.environ.update(WORLD_SIZE=str(task.world), LOCAL_RANK=str(task.rank))
+    if task.store_pid is not None:
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     _train_to_the_end(task, end)
     os._exit(0)
 

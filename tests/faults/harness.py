@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,12 +39,20 @@ class Outcome:
 
 
 def run_once(
-    folder: Path, backend: str, fault: Fault | None = None, is_resumed: bool = False, **options: Any
+    folder: Path,
+    backend: str,
+    fault: Fault | None = None,
+    is_resumed: bool = False,
+    serves_itself: bool = False,
+    **options: Any,
 ) -> list[Outcome]:
-    """Run two ranks to their end; those that do not end are an error."""
+    """Run two ranks to their end; those that do not end are an error.
+
+    ``serves_itself``: the store is in rank 0, as where no launcher serves one, and is lost with it.
+    """
     for leftover in folder.glob("outcome-*.json"):
         leftover.unlink()
-    with _store(2) as (port, store_pid):
+    with _store(2, serves_itself) as (port, store_pid):
         tasks = [Assignment(folder, rank, 2, backend, port, store_pid, fault, is_resumed, options) for rank in range(2)]
         ranks = [_start(task) for task in tasks]
         sessions = [process.pid for process in ranks]
@@ -61,10 +70,12 @@ def run_once(
     return outcomes
 
 
-def check(folder: Path, backend: str, fault: Fault, unbroken: list[float], **options: Any) -> None:
+def check(
+    folder: Path, backend: str, fault: Fault, unbroken: list[float], serves_itself: bool = False, **options: Any
+) -> None:
     """Strike a run with a fault, check how it ends, resume it, and compare with the unbroken one."""
     write_text(folder)
-    outcomes = run_once(folder, backend, fault, **options)
+    outcomes = run_once(folder, backend, fault, False, serves_itself, **options)
     story = "\n".join(f"rank {rank}: {outcome}" for rank, outcome in enumerate(outcomes))
     has_struck = (folder / STRUCK).exists()
     is_over = all(outcome.exit_code == 0 for outcome in outcomes)
@@ -74,7 +85,7 @@ def check(folder: Path, backend: str, fault: Fault, unbroken: list[float], **opt
         return
     check_named(fault, outcomes, story)
     is_resumed = (folder / "run").exists() and any((folder / "run").iterdir())
-    resumed = run_once(folder, backend, None, is_resumed, **options)
+    resumed = run_once(folder, backend, None, is_resumed, serves_itself, **options)
     assert [outcome.exit_code for outcome in resumed] == [0, 0], f"after {fault} the run cannot go on\n{resumed}"
     assert losses(config_of(folder)) == unbroken, f"after {fault} the run goes on in another way"
 
@@ -144,8 +155,13 @@ def _context() -> Any:
 
 
 @contextmanager
-def _store(world: int) -> Iterator[tuple[int, int]]:
-    """A store in a process of its own, so that it can be stopped; its port and process."""
+def _store(world: int, serves_itself: bool) -> Iterator[tuple[int, int | None]]:
+    """A store in a process of its own, so that it can be stopped; its port and process. Or rank 0 serves it."""
+    if serves_itself:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        yield port, None
+        return
     ours, theirs = multiprocessing.Pipe()
     process = _context().Process(target=_serve, args=(world, theirs), daemon=True)
     process.start()

@@ -105,7 +105,7 @@ def draw(chance: random.Random) -> Fault:
 class Trap:
     """Counts how often its point is reached, and strikes."""
 
-    def __init__(self, fault: Fault, store_pid: int, folder: Path) -> None:
+    def __init__(self, fault: Fault, store_pid: int | None, folder: Path) -> None:
         self._fault = fault
         self._store_pid = store_pid
         self._folder = folder
@@ -130,9 +130,13 @@ class Trap:
             "disk": _fill_disk,
             "corrupt": self._corrupt,
             "descriptors": _exhaust_descriptors,
-            "store": lambda: os.kill(self._store_pid, signal.SIGSTOP),
+            "store": self._stop_store,
         }
         strikes[self._fault.kind]()
+
+    def _stop_store(self) -> None:
+        assert self._store_pid is not None, "whoever stops that store stops rank 0"
+        os.kill(self._store_pid, signal.SIGSTOP)
 
     def _corrupt(self) -> None:
         """Damage every checkpoint that is complete but the oldest, then die."""
