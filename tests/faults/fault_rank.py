@@ -30,11 +30,13 @@ class Assignment:
     store_pid: int
     fault: Fault | None
     is_resumed: bool
+    options: dict[str, Any]
 
 
-def config_of(folder: Path, is_resumed: bool, is_async: bool = False) -> Any:
+def config_of(folder: Path, is_resumed: bool, is_async: bool = False, **options: Any) -> Any:
     return options_for(
         folder,
+        **options,
         run=str(folder / "run"),
         resume=is_resumed,
         steps=6,
@@ -98,6 +100,6 @@ def _train(task: Assignment, end: Callable[[BaseException], None]) -> None:
     reach("after rendezvous")
     if trap is not None:
         arm(point, trap)
-    train(config_of(task.folder, task.is_resumed), Group())
+    train(config_of(task.folder, task.is_resumed, **task.options), Group())
     reach("shutdown")
     destroy_process_group()

@@ -37,12 +37,15 @@ class Outcome:
     output: str
 
 
-def run_once(folder: Path, backend: str, fault: Fault | None = None, is_resumed: bool = False) -> list[Outcome]:
+def run_once(
+    folder: Path, backend: str, fault: Fault | None = None, is_resumed: bool = False, **options: Any
+) -> list[Outcome]:
     """Run two ranks to their end; those that do not end are an error."""
     for leftover in folder.glob("outcome-*.json"):
         leftover.unlink()
     with _store(2) as (port, store_pid):
-        ranks = [_start(Assignment(folder, rank, 2, backend, port, store_pid, fault, is_resumed)) for rank in range(2)]
+        tasks = [Assignment(folder, rank, 2, backend, port, store_pid, fault, is_resumed, options) for rank in range(2)]
+        ranks = [_start(task) for task in tasks]
         sessions = [process.pid for process in ranks]
         try:
             _wait(ranks, fault)

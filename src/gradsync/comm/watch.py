@@ -6,31 +6,34 @@ ranks were found to have lost each other, it leaves the error in ``error``, whic
 
 [Note: Ending a wait] A wait on gloo cannot be interrupted, so it is cut into slices, between which it looks at
 ``error``. Groups written in Python offer ``give_up`` and are waited for in one piece. Where neither works the
-group's own time-out has to do.
+group's own time-out has to do, or ``when_stuck``, which ends the process.
 
-[Note: Cost] Nothing happens on a pass that goes well but a few attributes being set.
+[Note: Other collectives] Those that torch issues (fully sharded, tensor and pipeline parallel) and the user's own wait
+as torch waits; that a rank does is seen from its stack (``standstill``). Such a wait may be a part of a longer
+exchange, and is held against nobody who gets on: it is only useless if a rank has begun nothing new for the soft limit,
+or does not answer. It is minded where somebody can end it, so with ``when_stuck`` alone; elsewhere the users' own
+barriers may last as they like, and are merely named.
+
+[Note: Cost] Nothing happens on a pass that goes well but a few attributes being set, and two looks a second.
 """
 
 import atexit
-import linecache
 import os
 import socket
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from gradsync.comm.aftermath import is_aftermath
 from gradsync.comm.diagnosis import diagnose, name_of
-from gradsync.comm.ledger import Event, Ledger, Place, can_hold_ledger
+from gradsync.comm.ledger import BEFORE_FIRST_PASS, Event, Ledger, Place, can_hold_ledger
+from gradsync.comm.standstill import Standstill, is_in_collective, stack_of
 from gradsync.errors import GradsyncError, RankFailedError, StalledError
 
 DEFAULT_SOFT_LIMIT_S = 60.0
@@ -45,8 +48,6 @@ _AFTER_LEAVING_S = 1.0
 _LAST_LOOK_S = 1.0
 _STORE_S = 2.0  # how much longer the store itself may take
 _STUCK_S = 3.0
-_STACK_LINES = 6
-_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 class Watch:
@@ -56,12 +57,15 @@ class Watch:
         self.rank, self.world = ledger.rank, ledger.world
         self.soft_limit_s = soft_limit_s
         self.step = 0
-        self.phase = "before the first pass"
+        self.phase = BEFORE_FIRST_PASS
+        self.loop = ""
+        """What the training loop says of itself."""
         self.bucket: int | None = None
         self.waiting: Waits | None = None
         self.error: GradsyncError | None = None
         self.when_stuck: Callable[[GradsyncError], None] | None = None
-        """Called, on the watch's thread, when an error is known and the rank has not raised it after a while."""
+        """Called, on the watch's thread, when an error is known and the rank has not raised it after a while. Whoever
+        sets it has torch's own collectives minded, too; see [Note: Other collectives]."""
         self.has_raised = False
         self.is_deaf = False
         """The store is gone, and with it all that the ranks could tell each other."""
@@ -69,6 +73,8 @@ class Watch:
         self._left: set[int] = set()
         self._ledger = ledger
         self._waiter = threading.main_thread().ident
+        self._standstill = Standstill(self._waiter)
+        self._other_wait: _OtherWait | None = None
         self._is_over = threading.Event()
         self._hurries = 0
         self._known_since_s = 0.0
@@ -102,7 +108,7 @@ class Watch:
         text = f"{type(error).__name__}: {error}"
         others = [rank for rank in range(self.world) if rank != self.rank]
         with self._hurry():
-            number = self._ledger.post(Event("failure", self.rank, text, {"step": self.step, "phase": self.phase}))
+            number = self._ledger.post(Event("failure", self.rank, text, self._spot()))
             self._poll(_NOTED_S, lambda: self._ledger.have_noted(number, others))
 
     def leave(self, takes_store_along: bool) -> None:
@@ -124,9 +130,28 @@ class Watch:
 
     def where(self) -> Place:
         """Return where this rank is now."""
-        waiting = self.waiting
-        waited_s = None if waiting is None else time.monotonic() - waiting.since_s
-        return Place(self.step, self.phase, self.bucket, waited_s, self._excuse, stack_of(self._waiter))
+        waiting, still, now = self.waiting, self._standstill, time.monotonic()
+        self._look_at_oneself()
+        collective = still.collective if waiting is None else ""
+        since_s = waiting.since_s if waiting is not None else still.since_s if collective else None
+        worker = self._waiter if waiting is None or waiting.thread is None else waiting.thread
+        # whoever waits for others has no excuse; who waits for his own thread has that one's
+        is_idle = since_s is not None and (worker == self._waiter or is_in_collective(worker))
+        excuse = self._excuse or ("compiling" if still.is_compiling else "")
+        return Place(
+            self.step,
+            self.phase,
+            self.bucket,
+            waited_s=None if since_s is None else now - since_s,
+            excuse="" if is_idle else excuse,
+            stack=stack_of(worker),
+            loop=self.loop,
+            collective=collective,
+            still_s=now - still.progressed_s,
+        )
+
+    def _spot(self) -> str:
+        return Place(self.step, self.phase, loop=self.loop).spot
 
     def explain(self, error: BaseException, members: Sequence[int]) -> BaseException:
         """Return what stands behind an error that may only be the echo of another rank's, or the error itself.
@@ -150,7 +175,7 @@ class Watch:
             return found[0]
         self.is_deaf = True
         return RankFailedError(
-            f"rank {self.rank} on host {socket.gethostname()}: lost in pass {self.step} ({self.phase}): neither the "
+            f"rank {self.rank} on host {socket.gethostname()}: lost in {self._spot()}: neither the "
             f"other ranks nor the store answer, so this host's network is cut off, or rank 0's host is gone ({error})"
         )
 
@@ -173,9 +198,7 @@ class Watch:
             if left == silent
             else "does not answer any more: it was killed or has crashed; the cause is in its output"
         )
-        return RankFailedError(
-            f"rank {self.rank}: lost in pass {self.step} ({self.phase}): {name_of(silent)} {how} ({error})"
-        )
+        return RankFailedError(f"rank {self.rank}: lost in {self._spot()}: {name_of(silent)} {how} ({error})")
 
     # -- on the thread
 
@@ -202,14 +225,30 @@ class Watch:
     def _look(self) -> None:
         for number, event in self._ledger.new_events():
             self._take(number, event)
+        self._look_at_oneself()
         self._look_after_error()
-        waiting = self.waiting
+        waiting = self._wait_of_now()
         if waiting is None:
             return
+        now = time.monotonic()
         if self.error is not None:
             waiting.interrupt(self.error)
-        elif 0 < self._limit_of(waiting) < time.monotonic() - waiting.since_s:
+        elif 0 < self._limit_of(waiting) < now - waiting.since_s and now >= waiting.patient_until_s:
             self._inquire(waiting)
+
+    def _look_at_oneself(self) -> None:
+        self._standstill.look((self.loop, self.step, self.phase))
+
+    def _wait_of_now(self) -> "Waits | _OtherWait | None":
+        """Return what this rank waits in: the engine's wait, or see [Note: Other collectives]."""
+        if self.waiting is not None:
+            return self.waiting
+        if self.when_stuck is None or not self._standstill.collective:
+            return None
+        since_s = self._standstill.since_s
+        if self._other_wait is None or self._other_wait.since_s != since_s:
+            self._other_wait = _OtherWait(since_s, list(range(self.world)), self.soft_limit_s)
+        return self._other_wait
 
     def _look_after_error(self) -> None:
         """A main thread that is stuck where nobody can interrupt it (in the store, say) does not hear of an error."""
@@ -218,7 +257,7 @@ class Watch:
         elif time.monotonic() - self._known_since_s > _STUCK_S:
             self.when_stuck(self.error)
 
-    def _limit_of(self, waiting: "Waits") -> float:
+    def _limit_of(self, waiting: "Waits | _OtherWait") -> float:
         """Who has ended will not come any more, however long one waits."""
         has_hope = self._left.isdisjoint(waiting.members)
         return waiting.limit_s if has_hope else min(waiting.limit_s or _AFTER_LEAVING_S, _AFTER_LEAVING_S)
@@ -237,12 +276,12 @@ class Watch:
         elif event.kind == "failure" and event.rank != self.rank:
             if self.error is None:
                 self.error = RankFailedError(
-                    f"rank {event.rank} failed in pass {event.place.get('step')} ({event.place.get('phase')}): "
-                    f"{event.text} [seen by rank {self.rank} in pass {self.step}, {self.phase}]"
+                    f"rank {event.rank} failed in {event.spot}: {event.text} "
+                    f"[seen by rank {self.rank} in {self._spot()}]"
                 )
             self._ledger.note(number)
 
-    def _inquire(self, waiting: "Waits") -> None:
+    def _inquire(self, waiting: "Waits | _OtherWait") -> None:
         """Ask where all are; the first one to have asked says to all what was found."""
         since_s = waiting.since_s
         members = waiting.members
@@ -255,15 +294,27 @@ class Watch:
                 self._take(other, event)
             places = self._ledger.answers(number, awaited)
             time.sleep(_HURRY_S)
-        if self.waiting is not waiting or waiting.since_s != since_s or self.error is not None:
+        self._look_at_oneself()
+        if self._wait_of_now() is not waiting or waiting.since_s != since_s or self.error is not None:
             return  # it has got on meanwhile, or somebody else was quicker
-        if len(places) == len(members) and any(place.excuse for place in places.values()):
-            waiting.since_s = time.monotonic()
-            return
+        if len(places) == len(members):
+            patience_s = self._patience_with(places, waiting)
+            if patience_s > 0:
+                waiting.patient_until_s = time.monotonic() + patience_s
+                return
         text = diagnose(members, places, sorted(self._left), waiting.limit_s, self.rank)
         self._ledger.post(Event("verdict", self.rank, text, members=tuple(members)))
         for other, event in self._ledger.new_events():
             self._take(other, event)
+
+    @staticmethod
+    def _patience_with(places: Mapping[int, Place], waiting: "Waits | _OtherWait") -> float:
+        """Return how long to wait before asking again, since the others have reason to take their time."""
+        if any(place.excuse for place in places.values()):
+            return waiting.limit_s
+        if isinstance(waiting, _OtherWait):
+            return waiting.limit_s - min(place.still_s for place in places.values())
+        return 0.0
 
     # -- small things
 
@@ -285,6 +336,28 @@ class Watch:
         return True
 
 
+class _OtherWait:
+    """A wait in a collective that is not the engine's; see [Note: Other collectives]."""
+
+    def __init__(self, since_s: float, members: list[int], limit_s: float) -> None:
+        self.since_s = since_s
+        self.patient_until_s = 0.0
+        self.members = members
+        self.limit_s = limit_s
+
+    @staticmethod
+    def interrupt(error: GradsyncError) -> None:
+        """End it where a group can be ended, whichever it is: the rank is lost anyway."""
+        for group in list(dist.distributed_c10d._world.pg_map):
+            _give_up(group, error)
+
+
+def _give_up(group: Any, error: GradsyncError) -> None:
+    give_up = getattr(group, "give_up", None)
+    if give_up is not None:
+        give_up(error)
+
+
 class Waits:
     """How one engine waits for the works of its group: watched, and with an end."""
 
@@ -296,7 +369,11 @@ class Waits:
         self._is_sliced = watch is not None and (can_be_sliced(group) if is_sliced is None else is_sliced)
         self.limit_s = limit_s if limit_s is not None else watch.soft_limit_s if watch is not None else 0.0
         self.members: list[int] = [] if watch is None else dist.get_process_group_ranks(group)
+        self.thread: int | None = None
+        """The thread of this process for whose end this rank waits, if it is that."""
         self.since_s = 0.0
+        self.patient_until_s = 0.0
+        """Until when the others may take their time, by what they have answered."""
 
     def enter(self, phase: str, step: int) -> None:
         """Note what this rank begins to do."""
@@ -322,6 +399,7 @@ class Waits:
         if watch.error is not None:
             raise watch.raised()
         self.since_s = time.monotonic()
+        self.patient_until_s = 0.0
         watch.bucket = bucket
         watch.waiting = self
         try:
@@ -353,9 +431,7 @@ class Waits:
 
     def interrupt(self, error: GradsyncError) -> None:
         """End a wait in one piece; see [Note: Ending a wait]."""
-        give_up = getattr(self._group, "give_up", None)
-        if give_up is not None:
-            give_up(error)
+        _give_up(self._group, error)
 
     def forget(self) -> None:
         """Forget an error, because the ranks have agreed to go on."""
@@ -387,25 +463,37 @@ def can_be_sliced(group: Any) -> bool:
     return type(group) is dist.ProcessGroup and dist.get_backend(group) == dist.Backend.GLOO
 
 
-def stack_of(thread: int | None) -> tuple[str, ...]:
-    """Return the last lines of a thread's stack, outermost first; the inside of torch and gradsync is left out."""
-    frame = sys._current_frames().get(thread or 0)
-    lines: list[str] = []
-    library = str(Path(torch.__file__).parent) + os.sep
-    while frame is not None and len(lines) < _STACK_LINES:
-        path, number, name = frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
-        is_inside = path.startswith(_PACKAGE) or (path.startswith(library) and bool(lines))
-        if not is_inside and not path.startswith("<frozen"):
-            source = linecache.getline(path, number).strip()
-            lines.append(f"{Path(path).name}:{number} in {name}{': ' if source else ''}{source}")
-        frame = frame.f_back
-    return tuple(reversed(lines))
-
-
 def excused(what: str) -> AbstractContextManager[None]:
     """Ask the other ranks to be patient while this rank alone does something long."""
     watch = watch_of_world()
     return nullcontext() if watch is None else watch.excused(what)
+
+
+def note_loop(text: str) -> None:
+    """Note what this rank's training loop does from now on (``step 12, data``), for the others to read if they wait."""
+    watch = watch_of_world()
+    if watch is not None:
+        watch.loop = text
+
+
+@contextmanager
+def explaining() -> Iterator[None]:
+    """Have an error that only echoes another rank's raised as that one; of whatever collective, by whomever issued.
+
+    Raises:
+        RankFailedError: another rank has failed or is gone.
+        StalledError: the ranks were found to have lost each other.
+    """
+    try:
+        yield
+    except Exception as error:
+        watch = watch_of_world()
+        if watch is None or isinstance(error, RankFailedError | StalledError) or not is_aftermath(error):
+            raise
+        explained = watch.explain(error, range(watch.world))
+        if explained is error:
+            raise
+        raise explained from error
 
 
 def wait_for(group: Any, work: Any) -> None:
@@ -422,7 +510,9 @@ def wait_for_thread(thread: threading.Thread) -> None:
     if watch is None:
         thread.join()
     else:
-        Waits(_default_group(), watch, None, is_sliced=True).wait(_ThreadEnd(thread))
+        waits = Waits(_default_group(), watch, None, is_sliced=True)
+        waits.thread = thread.ident
+        waits.wait(_ThreadEnd(thread))
 
 
 class _ThreadEnd:

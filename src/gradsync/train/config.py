@@ -171,8 +171,8 @@ class TrainConfig:
     backend: str = _option("auto", "process group backend: auto, gloo, nccl, ...", "hardware", per_start=True)
     soft_limit: float = _option(
         60.0,
-        "seconds that a rank waits for the others before all stop and say where each one is; 0 for no limit (with "
-        "fsdp, --tp and --pp torch's own time-out holds)",
+        "seconds that a rank waits for the others, in any layout, before all stop and say where each one is; 0 for no "
+        "limit",
         "hardware",
         per_start=True,
         at_least=0,

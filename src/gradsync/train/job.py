@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gradsync import __version__
-from gradsync.comm.watch import excused
+from gradsync.comm.watch import excused, explaining
 from gradsync.data.loader import evaluation_batches
 from gradsync.errors import CheckpointError
 from gradsync.observe.memory import resident_bytes
@@ -80,7 +80,8 @@ class Job:
         self._announce()
         self._place.view.begin(step, self._config.steps)
         try:
-            outcome = Trainer(self._config, self._parts(), self, step).run()
+            with explaining():
+                outcome = Trainer(self._config, self._parts(), self, step).run()
             self._watch.finish()
             return outcome
         finally:
