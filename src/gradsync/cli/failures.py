@@ -9,9 +9,10 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from gradsync import errors
 from gradsync.cli.main import EXIT_FAILED, exit_code_of
 from gradsync.comm.aftermath import is_aftermath
-from gradsync.errors import GradsyncError
+from gradsync.errors import BackendError, GradsyncError
 from gradsync.train.config import TrainConfig
 from gradsync.train.runfolder import RunFolder
 
@@ -43,6 +44,16 @@ def failure_of(rank: int, error: Exception) -> Failure:
     )
 
 
+def raised_again(failure: Failure) -> GradsyncError:
+    """Return a rank's failure as an exception of this process, of the same class if it was one of ours."""
+    kind = getattr(errors, failure.kind, None)
+    if failure.is_expected and isinstance(kind, type) and issubclass(kind, GradsyncError):
+        return kind(failure.message)
+    if failure.is_expected:
+        return BackendError(failure.message)
+    return GradsyncError(f"rank {failure.rank}: {failure.kind}: {failure.message}")
+
+
 def silent_failure(rank: int, code: int) -> Failure:
     """Return the record of a rank that ended without leaving one."""
     if code < 0:
@@ -67,9 +78,10 @@ def recorded(folder: Path) -> list[Failure]:
 
 def cause(failures: list[Failure], first_rank: int, first_code: int) -> Failure:
     """Return the failure behind the others, given which rank was seen to end first and how."""
-    if failures and not failures[0].is_aftermath:
-        return failures[0]
     own = [failure for failure in failures if failure.rank == first_rank]
+    for failure in (*own, *failures):
+        if not failure.is_aftermath:
+            return failure
     return own[0] if own else silent_failure(first_rank, first_code)
 
 

@@ -1,110 +1,53 @@
-"""Starts the ranks of this machine through torch's elastic agent, and answers for them to the user.
+"""Starts the ranks of ``gradsync train`` on this machine, and answers for them to the user.
 
 [Note: Signals] SIGINT, SIGTERM and SIGHUP are blocked here before anything is started, and one thread
-waits for them. So no signal interrupts the agent at a bad moment, and the ranks are born deaf to them
+waits for them. So no signal interrupts the launcher at a bad moment, and the ranks are born deaf to them
 until they have set up what to do. The word to stop goes to the ranks through a file: a rank that is
 still importing torch finds it as well.
-
-[Note: Fork server] On Linux a server process imports torch while this one does, and the ranks are
-forked from it: three imports become two, side by side. Elsewhere every rank imports for itself.
 """
 
-import logging
-import multiprocessing
 import os
 import shutil
 import signal
 import sys
 import tempfile
 import threading
-from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from gradsync.cli.failures import cause, describe, keep_trace, recorded
+from gradsync.cli.failures import describe, keep_trace
+from gradsync.cli.local_ranks import Patience, RankLostError, run_processes, start_fork_server, start_resource_tracker
 from gradsync.cli.main import EXIT_INTERRUPTED, fail
 from gradsync.train.config import TrainConfig
 from gradsync.train.interrupt import STOP_WORD, StopReason
 
-if TYPE_CHECKING:
-    from torch.distributed.launcher.api import LaunchConfig
-
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-_START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
+_PATIENCE = Patience(grace_s=10.0, terminate_s=5.0)
+"""A rank that waits for one that failed takes up to six seconds to learn it and to say so."""
 
 
 def launch(config: TrainConfig, nproc: int) -> int:
     """Train with ``nproc`` processes of this machine and return the exit code."""
-    _start_resource_tracker()  # first: up to Python 3.11 that unblocks signals
+    start_resource_tracker()  # first: up to Python 3.11 that unblocks signals
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     control = Path(tempfile.mkdtemp(prefix="gradsync-"))
     listener = _Listener(control)
     listener.start()
-    _start_fork_server()
+    start_fork_server()
     try:
-        return _run_ranks(config, nproc, control, listener)
+        return _run_ranks(config, nproc, control)
     finally:
         shutil.rmtree(control, ignore_errors=True)
 
 
-def _start_resource_tracker() -> None:
-    """Start the process that removes our semaphores when we are killed, and have it do so without a word."""
-    quiet = "ignore:resource_tracker:UserWarning"
-    sys.warnoptions.append(quiet)  # handed to the process as -W
-    try:
-        resource_tracker.ensure_running()
-    finally:
-        sys.warnoptions.remove(quiet)
-
-
-def _start_fork_server() -> None:
-    """See [Note: Fork server]."""
-    if _START_METHOD == "forkserver":
-        from multiprocessing import forkserver
-
-        multiprocessing.set_forkserver_preload(["gradsync.cli.preload"])
-        forkserver.ensure_running()
-
-
-def _run_ranks(config: TrainConfig, nproc: int, control: Path, listener: "_Listener") -> int:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
-
+def _run_ranks(config: TrainConfig, nproc: int, control: Path) -> int:
     from gradsync.cli.worker import exit_code, run_local_rank
 
-    # It reports every failure at length; we say it in one line.
-    for talker in ("torch.distributed.elastic", "torch.multiprocessing"):
-        logging.getLogger(talker).setLevel(logging.CRITICAL)
     try:
-        outcomes = elastic_launch(launch_config(nproc, control), run_local_rank)(config, control)
-    except ChildFailedError as error:
-        rank, lost = error.get_first_failure()
-        failure = cause(recorded(control), rank, lost.exitcode)
-        keep_trace(config, failure)
-        return fail("gradsync train", describe(failure, config), failure.exit_code)
+        outcomes = run_processes(run_local_rank, nproc, (config, control), control, _PATIENCE)
+    except RankLostError as error:
+        keep_trace(config, error.failure)
+        return fail("gradsync train", describe(error.failure, config), error.failure.exit_code)
     return exit_code(outcomes[0])
-
-
-def launch_config(nproc: int, control: Path) -> "LaunchConfig":
-    """Return the agent's settings for ``nproc`` processes of this machine; it keeps its files in ``control``."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.launcher.api import LaunchConfig
-
-    from gradsync.cli import local_rendezvous
-    from gradsync.comm.interfaces import LOOPBACK
-
-    local_rendezvous.register()
-    return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        run_id="gradsync",
-        rdzv_backend=local_rendezvous.NAME,
-        local_addr=LOOPBACK,
-        max_restarts=0,
-        start_method=_START_METHOD,
-        logs_specs=DefaultLogsSpecs(log_dir=str(control / "agent")),
-    )
 
 
 class _Listener(threading.Thread):

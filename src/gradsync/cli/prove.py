@@ -1,6 +1,5 @@
 """``gradsync prove``: a table that says, for every way of training, how far it is from one plain process."""
 
-import logging
 import os
 import pickle
 import sys
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from gradsync.cli.main import EXIT_FAILED
 from gradsync.cli.options import new_parser
 from gradsync.comm.launchers import adopt
-from gradsync.errors import BackendError, ConfigError
+from gradsync.errors import ConfigError, GradsyncError
 
 if TYPE_CHECKING:
     from gradsync.train.prove import Difference, Finding
@@ -162,25 +161,13 @@ def _launch(rows: "list[Case]", options: Any, device_type: str, folder: Path) ->
     from gradsync.cli.local_ranks import run_ranks
     from gradsync.train.prove import ProofJob, run_cases
 
-    # It reports every failure at length; we say it in one line.
-    for talker in ("torch.distributed.elastic", "torch.multiprocessing"):
-        logging.getLogger(talker).setLevel(logging.CRITICAL)
     job = ProofJob(rows, options.model, options.steps, device_type, folder)
     print(f"running {len(rows)} row(s) of {options.steps} steps ...", file=sys.stderr, flush=True)
     try:
         run_ranks(run_cases, max(row.world for row in rows), job)
-    except BackendError as error:
-        return _first_error(folder) or str(error)
+    except GradsyncError as error:
+        return str(error)
     return None
-
-
-def _first_error(folder: Path) -> str | None:
-    """Return what the first rank that failed has left, and clear the table for the next launch."""
-    found = sorted(folder.glob("error-*.txt"))
-    text = found[0].read_text(encoding="utf-8").splitlines()[0] if found else None
-    for path in found:
-        path.unlink()
-    return text
 
 
 def _finished(rows: "list[Case]", folder: Path) -> "list[Finding]":

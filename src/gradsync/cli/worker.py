@@ -21,7 +21,6 @@ import torch
 from gradsync.cli.cores import num_cores
 from gradsync.cli.failures import describe, failure_of, keep_trace, record
 from gradsync.cli.main import EXIT_INTERRUPTED, EXIT_TERMINATED, fail
-from gradsync.cli.parent import die_with_parent
 from gradsync.comm.last_words import end_now, tell
 from gradsync.comm.watch import watch_of_world
 from gradsync.errors import ConfigError, GradsyncError
@@ -86,7 +85,6 @@ def join(config: TrainConfig) -> int:
 
 def run_local_rank(config: TrainConfig, control: Path) -> Outcome:
     """Train as one of the ranks that our launcher has started; its word to stop is a file in ``control``."""
-    die_with_parent()
     requests = StopRequests(control / STOP_WORD)
     rank = int(os.environ["RANK"])
 

@@ -9,7 +9,6 @@ import os
 import pickle
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -198,15 +197,10 @@ def _run_case(
     case: Case, number: int, subject: Subject, job: ProofJob, device: torch.device, reference: Trace | None
 ) -> None:
     """Run a case in a process group of its own, and leave the finding; an error ends this process."""
-    try:
-        with _group(case, job.folder / f"store-{number}-{len(job.cases)}"):
-            trace = run_trainee(case, subject, job.num_steps, device)
-        if trace is not None and reference is not None:
-            _leave(compare(case, trace, reference), job.folder)
-    except Exception as error:
-        text = traceback.format_exc()
-        (job.folder / f"error-{time.time_ns()}.txt").write_text(f"{type(error).__name__}: {error}\n{text}")
-        raise
+    with _group(case, job.folder / f"store-{number}-{len(job.cases)}"):
+        trace = run_trainee(case, subject, job.num_steps, device)
+    if trace is not None and reference is not None:
+        _leave(compare(case, trace, reference), job.folder)
 
 
 def _leave(finding: Finding, folder: Path) -> None:
