@@ -79,7 +79,7 @@ def stack_of(thread: int | None) -> tuple[str, ...]:
     frame = sys._current_frames().get(thread or 0)
     lines: list[str] = []
     while frame is not None and len(lines) < _STACK_LINES:
-        path, number, name = frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+        path, number, name = frame.f_code.co_filename, _line_of(frame), frame.f_code.co_name
         is_inside = path.startswith(_ENGINE) or (path.startswith(_TORCH) and bool(lines))
         if not is_inside and not path.startswith("<frozen"):
             source = linecache.getline(path, number).strip()
@@ -136,4 +136,8 @@ def _waits(frame: FrameType) -> bool:
     if path.startswith(_DISTRIBUTED):
         return not path.startswith(_COMPUTES)
     # compiled code calls the operators of functional collectives itself
-    return "c10d_functional" in linecache.getline(path, frame.f_lineno)
+    return "c10d_functional" in linecache.getline(path, _line_of(frame))
+
+
+def _line_of(frame: FrameType) -> int:
+    return frame.f_lineno or frame.f_code.co_firstlineno  # None while a function is being entered

@@ -25,8 +25,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -41,6 +40,7 @@ DEFAULT_SOFT_LIMIT_S = 60.0
 _LOOK_S = 0.5
 _HURRY_S = 0.05
 _ANSWER_S = 1.5  # three looks of the rank that is asked
+_ANSWERS_IN_LIMIT = 12  # a busy machine may need longer, and whoever has waited for long can wait for that
 _POSTED_S = 1.0  # how long after the loss of a connection the cause may take to appear
 _TOLD_S = 0.3  # the same where the other rank may well go on
 _NOTED_S = 1.0
@@ -48,6 +48,23 @@ _AFTER_LEAVING_S = 1.0
 _LAST_LOOK_S = 1.0
 _STORE_S = 2.0  # how much longer the store itself may take
 _STUCK_S = 3.0
+
+
+class Wait(Protocol):
+    """What a rank waits in; all times are ``time.monotonic``."""
+
+    since_s: float
+    patient_until_s: float
+    """Until when the others may take their time, by what they have answered."""
+    limit_s: float
+    members: list[int]
+    thread: int | None
+    """The thread of this process for whose end this rank waits, if it is that."""
+    is_patient: bool
+    """Whether it goes on as long as all others get on."""
+
+    def interrupt(self, error: GradsyncError) -> None:
+        """End it, if there is a way."""
 
 
 class Watch:
@@ -61,7 +78,7 @@ class Watch:
         self.loop = ""
         """What the training loop says of itself."""
         self.bucket: int | None = None
-        self.waiting: Waits | None = None
+        self.waiting: Wait | None = None
         self.error: GradsyncError | None = None
         self.when_stuck: Callable[[GradsyncError], None] | None = None
         """Called, on the watch's thread, when an error is known and the rank has not raised it after a while. Whoever
@@ -74,7 +91,7 @@ class Watch:
         self._ledger = ledger
         self._waiter = threading.main_thread().ident
         self._standstill = Standstill(self._waiter)
-        self._other_wait: _OtherWait | None = None
+        self._other_wait: OtherWait | None = None
         self._is_over = threading.Event()
         self._hurries = 0
         self._known_since_s = 0.0
@@ -135,15 +152,15 @@ class Watch:
         collective = still.collective if waiting is None else ""
         since_s = waiting.since_s if waiting is not None else still.since_s if collective else None
         worker = self._waiter if waiting is None or waiting.thread is None else waiting.thread
-        # whoever waits for others has no excuse; who waits for his own thread has that one's
-        is_idle = since_s is not None and (worker == self._waiter or is_in_collective(worker))
+        # who waits for his own thread is where that one is; and whoever waits for others has no excuse
+        is_waiting = since_s is not None and (worker == self._waiter or is_in_collective(worker))
         excuse = self._excuse or ("compiling" if still.is_compiling else "")
         return Place(
             self.step,
             self.phase,
             self.bucket,
-            waited_s=None if since_s is None else now - since_s,
-            excuse="" if is_idle else excuse,
+            waited_s=now - since_s if since_s is not None and is_waiting else None,
+            excuse="" if is_waiting else excuse,
             stack=stack_of(worker),
             loop=self.loop,
             collective=collective,
@@ -239,7 +256,7 @@ class Watch:
     def _look_at_oneself(self) -> None:
         self._standstill.look((self.loop, self.step, self.phase))
 
-    def _wait_of_now(self) -> "Waits | _OtherWait | None":
+    def _wait_of_now(self) -> "Wait | None":
         """Return what this rank waits in: the engine's wait, or see [Note: Other collectives]."""
         if self.waiting is not None:
             return self.waiting
@@ -247,7 +264,7 @@ class Watch:
             return None
         since_s = self._standstill.since_s
         if self._other_wait is None or self._other_wait.since_s != since_s:
-            self._other_wait = _OtherWait(since_s, list(range(self.world)), self.soft_limit_s)
+            self._other_wait = OtherWait(since_s, list(range(self.world)), self.soft_limit_s)
         return self._other_wait
 
     def _look_after_error(self) -> None:
@@ -257,7 +274,7 @@ class Watch:
         elif time.monotonic() - self._known_since_s > _STUCK_S:
             self.when_stuck(self.error)
 
-    def _limit_of(self, waiting: "Waits | _OtherWait") -> float:
+    def _limit_of(self, waiting: "Wait") -> float:
         """Who has ended will not come any more, however long one waits."""
         has_hope = self._left.isdisjoint(waiting.members)
         return waiting.limit_s if has_hope else min(waiting.limit_s or _AFTER_LEAVING_S, _AFTER_LEAVING_S)
@@ -281,13 +298,13 @@ class Watch:
                 )
             self._ledger.note(number)
 
-    def _inquire(self, waiting: "Waits | _OtherWait") -> None:
+    def _inquire(self, waiting: "Wait") -> None:
         """Ask where all are; the first one to have asked says to all what was found."""
         since_s = waiting.since_s
         members = waiting.members
         awaited = [rank for rank in members if rank not in self._left]
         number = self._ledger.post(Event("inquiry", self.rank, members=tuple(members)))
-        until = time.monotonic() + _ANSWER_S
+        until = time.monotonic() + max(_ANSWER_S, waiting.limit_s / _ANSWERS_IN_LIMIT)
         places: dict[int, Place] = {}
         while len(places) < len(awaited) and time.monotonic() < until and self.error is None:
             for other, event in self._ledger.new_events():
@@ -308,11 +325,11 @@ class Watch:
             self._take(other, event)
 
     @staticmethod
-    def _patience_with(places: Mapping[int, Place], waiting: "Waits | _OtherWait") -> float:
+    def _patience_with(places: Mapping[int, Place], waiting: "Wait") -> float:
         """Return how long to wait before asking again, since the others have reason to take their time."""
         if any(place.excuse for place in places.values()):
             return waiting.limit_s
-        if isinstance(waiting, _OtherWait):
+        if waiting.is_patient:
             return waiting.limit_s - min(place.still_s for place in places.values())
         return 0.0
 
@@ -336,8 +353,11 @@ class Watch:
         return True
 
 
-class _OtherWait:
+class OtherWait:
     """A wait in a collective that is not the engine's; see [Note: Other collectives]."""
+
+    thread: int | None = None
+    is_patient = True
 
     def __init__(self, since_s: float, members: list[int], limit_s: float) -> None:
         self.since_s = since_s
@@ -349,118 +369,14 @@ class _OtherWait:
     def interrupt(error: GradsyncError) -> None:
         """End it where a group can be ended, whichever it is: the rank is lost anyway."""
         for group in list(dist.distributed_c10d._world.pg_map):
-            _give_up(group, error)
+            give_up(group, error)
 
 
-def _give_up(group: Any, error: GradsyncError) -> None:
-    give_up = getattr(group, "give_up", None)
-    if give_up is not None:
-        give_up(error)
-
-
-class Waits:
-    """How one engine waits for the works of its group: watched, and with an end."""
-
-    def __init__(self, group: Any, watch: Watch | None, limit_s: float | None, is_sliced: bool | None = None) -> None:
-        if group not in dist.distributed_c10d._world.pg_map:  # one that torch does not know: its ranks have no numbers
-            watch = None
-        self._group = group
-        self._watch = watch
-        self._is_sliced = watch is not None and (can_be_sliced(group) if is_sliced is None else is_sliced)
-        self.limit_s = limit_s if limit_s is not None else watch.soft_limit_s if watch is not None else 0.0
-        self.members: list[int] = [] if watch is None else dist.get_process_group_ranks(group)
-        self.thread: int | None = None
-        """The thread of this process for whose end this rank waits, if it is that."""
-        self.since_s = 0.0
-        self.patient_until_s = 0.0
-        """Until when the others may take their time, by what they have answered."""
-
-    def enter(self, phase: str, step: int) -> None:
-        """Note what this rank begins to do."""
-        if self._watch is not None:
-            self._watch.phase, self._watch.step = phase, step
-
-    def check(self) -> None:
-        """Raise if the ranks are known to have lost each other."""
-        if self._watch is not None and self._watch.error is not None:
-            raise self._watch.raised()
-
-    def wait(self, work: Any, bucket: int | None = None) -> None:
-        """Wait for a work.
-
-        Raises:
-            RankFailedError: another rank has failed or is gone; the message has its error.
-            StalledError: it took longer than the soft limit; the message says where all ranks are.
-        """
-        watch = self._watch
-        if watch is None:
-            work.wait()
-            return
-        if watch.error is not None:
-            raise watch.raised()
-        self.since_s = time.monotonic()
-        self.patient_until_s = 0.0
-        watch.bucket = bucket
-        watch.waiting = self
-        try:
-            if self._is_sliced and hasattr(work, "is_completed"):
-                self._wait_in_slices(work, watch)
-            else:
-                work.wait()
-        except (GradsyncError, RuntimeError) as error:
-            watch.waiting = None
-            explained = self.explain(error)
-            if explained is error:
-                raise
-            raise explained from error
-        finally:
-            watch.waiting = None
-            watch.bucket = None
-
-    def explain(self, error: BaseException) -> BaseException:
-        """Return the error of the rank that is behind this one, if there is such a rank."""
-        if self._watch is None or isinstance(error, RankFailedError | StalledError) or not is_aftermath(error):
-            return error
-        return self._watch.explain(error, self.members)
-
-    def cause_of(self, error: BaseException) -> BaseException:
-        """Return the error of the rank that is behind this one, if it has told it."""
-        if self._watch is None:
-            return error
-        return self._watch.explain(error, ())
-
-    def interrupt(self, error: GradsyncError) -> None:
-        """End a wait in one piece; see [Note: Ending a wait]."""
-        _give_up(self._group, error)
-
-    def forget(self) -> None:
-        """Forget an error, because the ranks have agreed to go on."""
-        if self._watch is not None:
-            self._watch.forget()
-
-    @staticmethod
-    def _wait_in_slices(work: Any, watch: Watch) -> None:
-        while not _is_over_within(work, _SLICE):
-            if watch.error is not None:
-                raise watch.raised()
-        work.wait()
-
-
-def _is_over_within(work: Any, limit: timedelta) -> bool:
-    """Whether the work ends within a while, well or badly."""
-    try:
-        work.wait(limit)
-    except RuntimeError:
-        return bool(work.is_completed())
-    return True
-
-
-_SLICE = timedelta(seconds=0.2)
-
-
-def can_be_sliced(group: Any) -> bool:
-    """Whether waiting for a work of this group with a limit leaves the work as it is."""
-    return type(group) is dist.ProcessGroup and dist.get_backend(group) == dist.Backend.GLOO
+def give_up(group: Any, error: GradsyncError) -> None:
+    """End the waits of a group written in Python; of others nobody can."""
+    end = getattr(group, "give_up", None)
+    if end is not None:
+        end(error)
 
 
 def excused(what: str) -> AbstractContextManager[None]:
@@ -496,41 +412,6 @@ def explaining() -> Iterator[None]:
         raise explained from error
 
 
-def wait_for(group: Any, work: Any) -> None:
-    """Wait for a work of a group; see ``Waits.wait`` for what it raises."""
-    waits = _waits.get(group)
-    if waits is None:
-        waits = _waits[group] = Waits(group, watch_of_world(), None)
-    waits.wait(work)
-
-
-def wait_for_thread(thread: threading.Thread) -> None:
-    """Wait for a thread of this process that itself waits for other ranks; see ``Waits.wait`` for what it raises."""
-    watch = watch_of_world()
-    if watch is None:
-        thread.join()
-    else:
-        waits = Waits(_default_group(), watch, None, is_sliced=True)
-        waits.thread = thread.ident
-        waits.wait(_ThreadEnd(thread))
-
-
-class _ThreadEnd:
-    """Looks like a work that is complete when a thread has ended."""
-
-    def __init__(self, thread: threading.Thread) -> None:
-        self._thread = thread
-
-    def wait(self, limit: timedelta | None = None) -> None:
-        self._thread.join(None if limit is None else limit.total_seconds())
-        if self._thread.is_alive():
-            raise RuntimeError("the thread is still running")
-
-    def is_completed(self) -> bool:
-        return not self._thread.is_alive()
-
-
-_waits: "weakref.WeakKeyDictionary[Any, Waits]" = weakref.WeakKeyDictionary()
 _watches: "weakref.WeakKeyDictionary[Any, Watch]" = weakref.WeakKeyDictionary()
 _soft_limit_s = DEFAULT_SOFT_LIMIT_S
 

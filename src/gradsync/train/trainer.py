@@ -27,7 +27,7 @@ from gradsync.train.interrupt import StopReason, StopRequests
 from gradsync.train.modes import Modes
 from gradsync.train.nonfinite import explain, find_parameter, find_sequences
 from gradsync.train.optim import Schedule, set_lr
-from gradsync.train.phases import BETWEEN, CHECKPOINT, COMPUTE, DATA, EVALUATION, OPTIMIZER, SAMPLE, Phases
+from gradsync.train.phases import BETWEEN, CHECKPOINT, COMPUTE, DATA, EVALUATION, NORM, OPTIMIZER, SAMPLE, Phases
 from gradsync.train.ranks import Ranks
 from gradsync.train.vote import StepVote, Verdict
 
@@ -46,6 +46,7 @@ class Parts:
     loader: GlobalBatchLoader
     requests: StopRequests
     modes: Modes
+    phases: Phases
 
 
 class Chores(Protocol):
@@ -94,7 +95,7 @@ class Trainer:
         self._config = config
         self._parts = parts
         self._chores = chores
-        self._phases = Phases()
+        self._phases = parts.phases
         self.step = step
         self._end = config.steps if config.stop_after is None else min(config.steps, step + config.stop_after)
         self._reason = StopReason.NONE
@@ -124,9 +125,10 @@ class Trainer:
         micro_batches = parts.loader.next_step()
         self._phases.begin(COMPUTE, number)
         vote = self._forward_backward(micro_batches)
-        self._phases.begin(OPTIMIZER, number)
+        self._phases.begin(NORM, number)
         grad_norm = self._clip_gradients()
         verdict = vote.result()
+        self._phases.begin(OPTIMIZER, number)
         is_finite = not verdict.non_finite_ranks and math.isfinite(grad_norm)
         if is_finite:
             parts.optimizer.step()
