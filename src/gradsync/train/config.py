@@ -195,15 +195,15 @@ class TrainConfig:
     )
     trace: bool = _option(
         False,
-        "trace a few steps of all ranks: trace.json for Perfetto, and the report's timeline (ddp and zero, without "
-        "--tp and --pp)",
+        "trace a few steps of all ranks: trace.json for Perfetto, and the report's timeline",
         "output",
         per_start=True,
     )
     trace_steps: int = _option(10, "how many steps --trace records", "output", per_start=True, at_least=1)
     straggler_every: int = _option(
         50,
-        "steps between looks at which rank the others wait for (ddp and zero); 0 for none",
+        "steps between looks at which rank the others wait for (with fsdp, --tp and --pp: by its data and its "
+        "optimizer's step alone); 0 for none",
         "output",
         per_start=True,
         at_least=0,
