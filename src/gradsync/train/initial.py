@@ -8,7 +8,7 @@ import torch
 from gradsync.data.tokenizer import Tokenizer
 from gradsync.errors import ConfigError
 from gradsync.model.gpt2 import GPT2, GPT2Config
-from gradsync.train.checkpoint import MANIFEST_NAME
+from gradsync.train.checkpoint import MANIFEST_NAME, list_checkpoints
 from gradsync.train.config import TrainConfig, flag
 from gradsync.train.runfolder import RunFolder
 from gradsync.train.trained import load_trained
@@ -24,6 +24,8 @@ def initial_model(config: TrainConfig, tokenizer: Tokenizer) -> GPT2:
     if config.init_from is None:
         return GPT2(model_config(config, tokenizer.vocab_size))
     source = Path(config.init_from)
+    if not source.exists() and (shape := _shape_of_resumed(config)) is not None:
+        return GPT2(shape)  # the weights are the checkpoint's, and where they came from once may be gone
     given = _read(source)
     shape = given.config
     if shape.vocab_size != tokenizer.vocab_size:
@@ -43,6 +45,26 @@ def initial_model(config: TrainConfig, tokenizer: Tokenizer) -> GPT2:
             f"for; give at most that"
         )
     return _with_context(given, config.context, config.dropout)
+
+
+def check_can_begin(config: TrainConfig) -> None:
+    """Check that a resumed run without an intact checkpoint has what it started from.
+
+    Raises:
+        ConfigError: ``--init-from`` is gone.
+    """
+    if config.init_from is not None and not Path(config.init_from).exists():
+        raise ConfigError(
+            f"run folder {config.run} holds no intact checkpoint, and --init-from {config.init_from}, from which it "
+            f"would start again, does not exist; put it back, or start a new run"
+        )
+
+
+def _shape_of_resumed(config: TrainConfig) -> GPT2Config | None:
+    if not config.resume or config.run is None:
+        return None
+    newest = next(iter(list_checkpoints(RunFolder(config.run).checkpoints)), None)
+    return None if newest is None else GPT2Config(**newest.facts["model"])
 
 
 def model_config(config: TrainConfig, vocab_size: int) -> GPT2Config:

@@ -33,6 +33,9 @@ from gradsync.train.vote import StepVote, Verdict
 
 MicroBatches = list[tuple[Tensor, Tensor]]
 
+# A skipped step changes no weight: what fails this often for other sequences each time goes on failing.
+_MOST_SKIPPED_IN_A_ROW = 20
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -101,6 +104,7 @@ class Trainer:
         self._reason = StopReason.NONE
         self._val_loss: float | None = None
         self._evaluated_step = -1
+        self._skipped_in_a_row = 0
 
     def run(self) -> Outcome:
         """Train to the end of this start, save, and say how it ended."""
@@ -134,6 +138,7 @@ class Trainer:
             parts.optimizer.step()
         else:
             self._refuse(micro_batches, numbers, verdict, grad_norm)
+        self._skipped_in_a_row = 0 if is_finite else self._skipped_in_a_row + 1
         parts.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self._reason = verdict.reason
@@ -174,6 +179,11 @@ class Trainer:
             raise NonFiniteError(
                 f"{message}; the last checkpoint is from before it. "
                 f"Lower --lr, or skip such steps with --non-finite skip"
+            )
+        if self._skipped_in_a_row + 1 >= _MOST_SKIPPED_IN_A_ROW:
+            raise NonFiniteError(
+                f"{message}; it would be the {_MOST_SKIPPED_IN_A_ROW}th in a row that is skipped, so the weights "
+                f"are of no use any more. Lower --lr, and start from an earlier checkpoint with --init-from"
             )
         self._chores.note(f"{message}; skipped")
 
