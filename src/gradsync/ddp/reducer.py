@@ -459,7 +459,7 @@ class Reducer(Planned, ReducerSurface):
                 self.groups.wait_for_words(self._words_work)
                 words_are_due = False
             if self.hook is not None:
-                self.hook.wait(bucket, [self.names[i] for i in bucket.plan.indices])
+                self.hook.wait(bucket, [self.names[i] for i in bucket.plan.indices], self.groups.waits)
             else:
                 self.groups.wait_for_bucket(bucket.work, bucket.number)
             self.timeline.wait_ends(bucket.number)
@@ -511,9 +511,9 @@ class Reducer(Planned, ReducerSurface):
         """Reduce a bucket that is not in the plan, and wait for it."""
         if self.hook is not None:
             self.hook.launch(extra, is_last=False)
-            self.hook.wait(extra, names)
+            self.hook.wait(extra, names, self.groups.waits)
         else:
-            self.groups.sum_bucket(extra.buffer.whole, True).wait()
+            self.groups.wait_for_bucket(self.groups.sum_bucket(extra.buffer.whole, True), extra.number)
 
     def _divide(self, words: ControlWords) -> None:
         """Apply what only the control words could tell: the total weight, or the number of ranks with a batch."""

@@ -111,6 +111,7 @@ def _divided(model: GPT2, wanted: Wanted, mesh: Mesh) -> Replica:
     if is_fully_sharded:
         return replica.wrapped_in(runnable[0], partial(without_reduction, runnable[0]))
     if isinstance(runnable[0], DistributedDataParallel):
+        replica.engines = [runnable[0]]
         return replica.wrapped_in(runnable[0], runnable[0].no_sync)
     return replica
 

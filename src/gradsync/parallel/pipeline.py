@@ -30,6 +30,7 @@ from gradsync.parallel.held import Held, clip_global_norm
 from gradsync.parallel.mesh import Mesh
 from gradsync.parallel.replica import MicroBatches, Replica, same_everywhere
 from gradsync.parallel.stage import Stage
+from gradsync.parallel.stage_clock import StageClock
 from gradsync.parallel.vocabulary import Vocabulary
 
 INTERLEAVED_STAGES = 2
@@ -101,7 +102,14 @@ class Pipelined(Replica):
         self._flow = flow
         self._divisor = 1
         self._sums: list[Tensor] = []
+        self.engines = self._wrappers
+        self._clock = StageClock()
         self._schedule = self._make_schedule(runnable)
+
+    @property
+    def computed(self) -> Sequence[tuple[str, int, int]]:
+        """See ``Replica``."""
+        return list(self._clock.calls)
 
     def forward_backward(self, micro_batches: MicroBatches, divisor: int, on_loss: Callable[[Tensor], None]) -> None:
         """Run the schedule, then reduce the gradients; see the notes of this module."""
@@ -171,6 +179,8 @@ class Pipelined(Replica):
             )
             for number, (stage, module) in enumerate(zip(self._stages, runnable, strict=True))
         ]
+        for number, pipeline_stage in enumerate(pipeline_stages if mesh.device.type == "cpu" else ()):
+            self._clock.attach(pipeline_stage, f", part {number}" if len(pipeline_stages) > 1 else "")
         options: dict[str, Any] = {"loss_fn": self._loss_of_micro_batch, "scale_grads": False}
         if flow.schedule == "interleaved":
             return ScheduleInterleaved1F1B(pipeline_stages, flow.num_micro_batches, **options)  # type: ignore[arg-type]

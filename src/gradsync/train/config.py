@@ -177,8 +177,8 @@ class TrainConfig:
     backend: str = _option("auto", "process group backend: auto, gloo, nccl, ...", "hardware", per_start=True)
     soft_limit: float = _option(
         60.0,
-        "seconds that a rank waits for the others before all stop and say where each one is; 0 for no limit (with "
-        "fsdp, --tp and --pp torch's own time-out holds)",
+        "seconds that a rank waits for the others, in any layout, before all stop and say where each one is; 0 for no "
+        "limit",
         "hardware",
         per_start=True,
         at_least=0,
@@ -201,15 +201,15 @@ class TrainConfig:
     )
     trace: bool = _option(
         False,
-        "trace a few steps of all ranks: trace.json for Perfetto, and the report's timeline (ddp and zero, without "
-        "--tp and --pp)",
+        "trace a few steps of all ranks: trace.json for Perfetto, and the report's timeline",
         "output",
         per_start=True,
     )
     trace_steps: int = _option(10, "how many steps --trace records", "output", per_start=True, at_least=1)
     straggler_every: int = _option(
         50,
-        "steps between looks at which rank the others wait for (ddp and zero); 0 for none",
+        "steps between looks at which rank the others wait for (with fsdp, --tp and --pp: by its data and its "
+        "optimizer's step alone); 0 for none",
         "output",
         per_start=True,
         at_least=0,

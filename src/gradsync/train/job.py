@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from gradsync import __version__
-from gradsync.comm.watch import excused
+from gradsync.comm.watch import excused, explaining
 from gradsync.data.loader import evaluation_batches
 from gradsync.errors import CheckpointError, MissingExtraError, NonFiniteError
 from gradsync.observe.memory import resident_bytes
@@ -35,6 +35,7 @@ from gradsync.train.initial import check_can_begin
 from gradsync.train.interrupt import StopRequests
 from gradsync.train.modes import Modes
 from gradsync.train.optim import Schedule
+from gradsync.train.phases import Phases
 from gradsync.train.ranks import Ranks, together
 from gradsync.train.runfolder import RunFolder
 from gradsync.train.sample import SampleOptions, stream_text
@@ -70,6 +71,7 @@ class Job:
         self._writer = BackgroundWriter(self._checkpoints, not config.async_checkpoints, self._tell_saved)
         self._peak_flops = peak_flops(_device_name(place.device), self._modes.dtype_name)
         self._sinks: list[Sink] = []
+        self._phases = Phases()
         self._watch: Watch = NoWatch()
         self._assembly: Assembly
 
@@ -85,13 +87,16 @@ class Job:
         self._checkpoints.clean()
         self._assembly = assemble(self._config, self._material, self._place.device)
         self._material = replace(self._material, model=None)
-        self._watch = watch_of(self._assembly.replica.ddp, self._config, self._folder.path, self.note)
+        self._watch = watch_of(
+            self._place.ranks, self._assembly.replica, self._phases, self._config, self._folder.path, self.note
+        )
         step = self._restore() if self._config.resume else 0
         together(self._place.ranks, lambda: self._open_records(step))
         self._announce()
         self._place.view.begin(step, self._config.steps)
         try:
-            outcome = Trainer(self._config, self._parts(), self, step).run()
+            with explaining():
+                outcome = Trainer(self._config, self._parts(), self, step).run()
             self._watch.finish()
             return outcome
         finally:
@@ -203,6 +208,7 @@ class Job:
             loader=material.loader,
             requests=place.requests,
             modes=self._modes,
+            phases=self._phases,
         )
 
     def _restore(self) -> int:

@@ -27,6 +27,7 @@ from gradsync.train.interrupt import StopReason, StopRequests
 from gradsync.train.modes import Modes
 from gradsync.train.nonfinite import explain, find_parameter, find_sequences
 from gradsync.train.optim import Schedule, set_lr
+from gradsync.train.phases import BETWEEN, CHECKPOINT, COMPUTE, DATA, EVALUATION, NORM, OPTIMIZER, SAMPLE, Phases
 from gradsync.train.ranks import Ranks
 from gradsync.train.vote import StepVote, Verdict
 
@@ -48,6 +49,7 @@ class Parts:
     loader: GlobalBatchLoader
     requests: StopRequests
     modes: Modes
+    phases: Phases
 
 
 class Chores(Protocol):
@@ -96,6 +98,7 @@ class Trainer:
         self._config = config
         self._parts = parts
         self._chores = chores
+        self._phases = parts.phases
         self.step = step
         self._end = config.steps if config.stop_after is None else min(config.steps, step + config.stop_after)
         self._reason = StopReason.NONE
@@ -108,22 +111,28 @@ class Trainer:
         sample = None
         while self.step < self._end and self._reason is StopReason.NONE:
             record = self._evaluate_if_due(self._train_step())
+            self._phases.begin(BETWEEN, self.step)
             self._chores.tell(record)
             self._save_if_due()
             sample = self._sample_if_due()
+        self._phases.end()
         run = self._config.run or ""
         return Outcome(run, self.step, self._config.steps, self._reason, self._val_loss, sample)
 
     def _train_step(self) -> StepRecord:
-        parts = self._parts
+        parts, number = self._parts, self.step + 1
+        self._phases.begin(DATA, number)
         started_s = time.perf_counter()
         lr = parts.schedule.lr_at(self.step)
         set_lr(parts.optimizer, lr)
         numbers = parts.loader.upcoming()
         micro_batches = parts.loader.next_step()
+        self._phases.begin(COMPUTE, number)
         vote = self._forward_backward(micro_batches)
+        self._phases.begin(NORM, number)
         grad_norm = self._clip_gradients()
         verdict = vote.result()
+        self._phases.begin(OPTIMIZER, number)
         is_finite = not verdict.non_finite_ranks and math.isfinite(grad_norm)
         if is_finite:
             parts.optimizer.step()
@@ -181,6 +190,7 @@ class Trainer:
     def _evaluate_if_due(self, record: StepRecord) -> StepRecord:
         if not self._is_due(self._config.eval_every):
             return record
+        self._phases.begin(EVALUATION, self.step)
         found = self._chores.evaluate()
         self._val_loss, self._evaluated_step = found["val_loss"], self.step
         return replace(record, **found)  # type: ignore[arg-type]
@@ -191,6 +201,7 @@ class Trainer:
         is_last = self.step == self._end or self._reason is not StopReason.NONE
         if not is_last and not (every and self.step % every == 0):
             return
+        self._phases.begin(CHECKPOINT, self.step)
         try:
             self._chores.finish_saving()
         except CheckpointError as error:
@@ -202,6 +213,7 @@ class Trainer:
     def _sample_if_due(self) -> str | None:
         if self._config.sample_tokens == 0 or not self._is_due(self._config.sample_every):
             return None
+        self._phases.begin(SAMPLE, self.step)
         return self._chores.sample(self.step)
 
     def _is_due(self, every: int) -> bool:
