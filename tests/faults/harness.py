@@ -124,7 +124,7 @@ def stop_s(fault: Fault) -> float:
     """How long a rank is stopped: shorter or longer than the others wait for it."""
     if fault.kind == "pause":
         return PAUSE_S
-    return (START_LIMIT_S if fault.point == "before rendezvous" else SOFT_LIMIT_S) + 3
+    return (START_LIMIT_S if fault.point == "before rendezvous" else SOFT_LIMIT_S) + 9  # 5 s are the store's
 
 
 _stopped_since: dict[int, float] = {}
