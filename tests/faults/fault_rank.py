@@ -1,8 +1,10 @@
 """One rank of a run that a fault strikes: trains with the real application, and writes down how it ended."""
 
+import contextlib
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -77,6 +79,8 @@ def _prepare(task: Assignment) -> Callable[[BaseException], None]:
 
     def end(error: BaseException) -> None:
         record = {"kind": type(error).__name__, "text": str(error)}
+        with contextlib.suppress(OSError):
+            traceback.print_exception(error)
         try:
             (task.folder / f"outcome-{task.rank}.json").write_text(json.dumps(record))
         except OSError:  # with a full disk, or without descriptors

@@ -198,7 +198,9 @@ def arm(point: str, trap: Callable[[], None]) -> None:
     elif point == "between buckets":
         _after_forward(GPT2, _hook_in_the_middle(trap))
     elif point == "optimizer":
-        register_optimizer_step_pre_hook(lambda *_: trap())
+        begun: list[bool] = []  # a sharded optimizer steps to learn its state before there is anything to train
+        _before(GPT2, "forward", lambda: begun.append(True))
+        register_optimizer_step_pre_hook(lambda *_: trap() if begun else None)
     elif point == "saving":
         for owner, name in (
             (checkpoint, "_make_empty"),
