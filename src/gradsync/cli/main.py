@@ -63,8 +63,10 @@ def exit_code_of(error: GradsyncError) -> int:
 def _run(name: str, arguments: list[str]) -> int:
     try:
         code: int = importlib.import_module(COMMANDS[name][0]).main(arguments)
+    except ConfigError as error:
+        return _refuse(name, error)
     except GradsyncError as error:
-        return fail(f"gradsync {name}", str(error), exit_code_of(error))
+        return fail(f"gradsync {name}", str(error), EXIT_FAILED)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
@@ -72,6 +74,16 @@ def _run(name: str, arguments: list[str]) -> int:
         sys.stdout = None  # type: ignore[assignment]
         return EXIT_FAILED
     return code
+
+
+def _refuse(name: str, error: ConfigError) -> int:
+    from gradsync.cli.speaker import let_speak, told_here
+
+    message = told_here(error)
+    if message is None:
+        let_speak(EXIT_USAGE)
+        return EXIT_USAGE
+    return fail(f"gradsync {name}", message, EXIT_USAGE)
 
 
 def _help_text() -> str:
