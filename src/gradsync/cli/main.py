@@ -63,10 +63,8 @@ def exit_code_of(error: GradsyncError) -> int:
 def _run(name: str, arguments: list[str]) -> int:
     try:
         code: int = importlib.import_module(COMMANDS[name][0]).main(arguments)
-    except ConfigError as error:
-        return _refuse(name, error)
     except GradsyncError as error:
-        return fail(f"gradsync {name}", str(error), EXIT_FAILED)
+        return _refuse(name, error)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
@@ -76,14 +74,14 @@ def _run(name: str, arguments: list[str]) -> int:
     return code
 
 
-def _refuse(name: str, error: ConfigError) -> int:
+def _refuse(name: str, error: GradsyncError) -> int:
     from gradsync.cli.speaker import let_speak, told_here
 
-    message = told_here(error)
+    code, message = exit_code_of(error), told_here(error)
     if message is None:
-        let_speak(EXIT_USAGE)
-        return EXIT_USAGE
-    return fail(f"gradsync {name}", message, EXIT_USAGE)
+        let_speak(code)
+        return code
+    return fail(f"gradsync {name}", message, code)
 
 
 def _help_text() -> str:

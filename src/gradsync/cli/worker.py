@@ -22,7 +22,7 @@ import torch.distributed as dist
 from gradsync.cli.cores import num_cores
 from gradsync.cli.failures import describe, failure_of, keep_trace, record
 from gradsync.cli.main import EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USAGE, fail
-from gradsync.cli.speaker import let_speak
+from gradsync.cli.speaker import leave_with, let_speak
 from gradsync.comm.last_words import end_now, tell
 from gradsync.comm.watch import watch_of_world
 from gradsync.errors import ConfigError, GradsyncError
@@ -84,6 +84,8 @@ def join(config: TrainConfig) -> int:
     except Exception as error:  # noqa: BLE001
         if isinstance(error, ConfigError) and not dist.is_initialized():
             raise
+        if rank != 0:
+            leave_with(failure_of(rank, error).exit_code)
         _tell_the_others(error)
         give_up(error)
     return exit_code(outcome)
