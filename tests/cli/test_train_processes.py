@@ -3,12 +3,22 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
-from commands import SMALL, gradsync, rank_processes, running, session_members, wait_until
+from commands import (
+    SMALL,
+    TIMEOUT_S,
+    environment,
+    gradsync,
+    rank_processes,
+    running,
+    session_members,
+    wait_until,
+)
 
 from listening import addresses, beyond_loopback
 
@@ -155,3 +165,22 @@ def test_bad_text_is_one_line_and_leaves_nothing(folder):
     assert [line for line in result.stderr.splitlines() if "error" in line] == [result.stderr.splitlines()[-1]]
     assert "is shorter than one step" in result.stderr.splitlines()[-1]
     assert not (folder / "run").exists()
+
+
+def test_a_run_goes_on_when_nobody_reads_its_output_any_more(folder):
+    reader, writer = os.pipe()
+    command = [sys.executable, "-m", "gradsync", *train_arguments("--run", "run", "--steps", "6", "--log-every", "1")]
+    process = subprocess.Popen(command, cwd=folder, env=environment(), stdout=writer, stderr=writer)
+    os.close(writer)
+    assert os.read(reader, 100).startswith(b"starting 2 processes")
+    os.close(reader)
+    assert process.wait(TIMEOUT_S) == 0
+    assert [record["step"] for record in records(folder / "run")] == list(range(1, 7))
+
+
+def test_a_second_process_does_not_go_on_with_a_run_under_way(folder):
+    with running(*train_arguments("--run", "run", "--steps", "100000"), cwd=folder):
+        wait_until(has_trained(folder / "run"), "the first step")
+        second = gradsync(*train_arguments("--run", "run", "--steps", "100000", "--resume"), cwd=folder)
+        assert second.returncode == 2
+        assert "another process is training in run folder run" in second.stderr

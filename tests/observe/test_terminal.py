@@ -1,11 +1,12 @@
 """Text of others on a terminal: what can be read stays, what would act is replaced."""
 
 import io
+import os
 
 import pytest
 
 from gradsync.observe.progress import open_view
-from gradsync.observe.terminal import fit_for, harmless
+from gradsync.observe.terminal import fit_for, harmless, lasting
 
 
 class Terminal(io.StringIO):
@@ -44,3 +45,15 @@ def test_notes_and_errors_cannot_act(mode: str, capsys: pytest.CaptureFixture[st
     fail("gradsync train", "no file \x1b[2J", 1)
     assert "\x1b[2J" not in stream.getvalue() + capsys.readouterr().err
     assert "saved" in stream.getvalue()
+
+
+@pytest.mark.parametrize("mode", ["live", "plain"])
+def test_a_view_whose_reader_has_gone_goes_on_in_silence(mode: str) -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w", buffering=1) as stream:
+        view = open_view(mode, lasting(stream), 1)  # type: ignore[arg-type]
+        view.note("heard")
+        os.close(reader)
+        for _ in range(3):
+            view.note("not heard")
+        view.close()

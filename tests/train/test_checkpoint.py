@@ -41,6 +41,12 @@ def test_the_newest_ones_and_the_best_are_kept(folder):
     assert steps_in(folder) == [6, 5, 2]
 
 
+@pytest.mark.parametrize("strange", [float("nan"), float("-inf"), "low"])
+def test_a_loss_that_is_no_number_is_never_the_best(folder, strange):
+    save(folder, range(1, 5), keep=1, losses={1: strange, 2: 1.0, 3: strange})
+    assert steps_in(folder) == [4, 2]
+
+
 def _truncate(path):
     path.write_bytes(path.read_bytes()[:-1])
 

@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from gradsync.errors import CheckpointError, ConfigError
+from gradsync.train import folderlock, runfolder
 from gradsync.train.config import TrainConfig, resolve
 from gradsync.train.runfolder import RunFolder, check_usable, newest_run_path, read_config
 
@@ -75,3 +76,25 @@ def test_the_newest_run_is_the_one_whose_start_was_last(tmp_path, monkeypatch):
         config = config_for(f"runs/{name}")
         RunFolder(config.run).create(config)
     assert newest_run_path() == "runs/b"
+
+
+def test_two_processes_cannot_be_at_work_in_one_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(folderlock, "_PATIENCE_S", 0.1)
+    config = config_for(tmp_path / "run")
+    lock = RunFolder(config.run).create(config)
+    with pytest.raises(ConfigError, match="another process is training in run folder"):
+        RunFolder(config.run).create(replace(config, resume=True))
+    lock.release()
+    RunFolder(config.run).create(replace(config, resume=True)).release()
+
+
+def test_who_comes_a_moment_later_finds_the_folder_used(tmp_path, monkeypatch):
+    config = config_for(tmp_path / "run")
+
+    def slow_lock(folder):
+        (folder / "config.yaml").write_text("of another run")
+        return folderlock.FolderLock(folder)
+
+    monkeypatch.setattr(runfolder, "FolderLock", slow_lock)
+    with pytest.raises(ConfigError, match="is not empty"):
+        RunFolder(config.run).create(config)

@@ -67,7 +67,14 @@ def _loss(trained: "Trained", options: Any) -> dict[str, Any]:
     limit = None if options.max_tokens is None else -(-options.max_tokens // context)
     batches = evaluation_batches(text.source, context, 0, 1, options.batch, max_sequences=limit)
     result = evaluate(replica_of(trained.model), batches, Alone(), trained.device)
-    return {"data": text.name, "loss": result.loss, "perplexity": math.exp(result.loss), "tokens": result.tokens}
+    return {"data": text.name, "loss": result.loss, "perplexity": _perplexity(result.loss), "tokens": result.tokens}
+
+
+def _perplexity(loss: float) -> float:
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 def _text(trained: "Trained", options: Any) -> _Text:
@@ -99,7 +106,9 @@ def _accuracy(trained: "Trained", path: Path) -> dict[str, Any]:
 
 def _print(results: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        print(json.dumps(results))
+        # JSON has no spelling for what is not finite.
+        finite = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in results.items()}
+        print(json.dumps(finite, allow_nan=False))
         return
     if "examples" in results:
         print(f"accuracy {results['accuracy']:.4f}, length-normalised {results['accuracy_normalised']:.4f}", end="")

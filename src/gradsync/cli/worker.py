@@ -27,7 +27,7 @@ from gradsync.comm.last_words import end_now, tell
 from gradsync.comm.watch import watch_of_world
 from gradsync.errors import ConfigError, GradsyncError
 from gradsync.observe.progress import Silent, View, open_view
-from gradsync.observe.terminal import fit_for
+from gradsync.observe.terminal import fit_for, lasting
 from gradsync.train.config import TrainConfig
 from gradsync.train.interrupt import STOP_WORD, StopReason, StopRequests, listening
 from gradsync.train.job import Job, Place
@@ -160,15 +160,17 @@ def _train(config: TrainConfig, ranks: Ranks, requests: StopRequests, view: View
 
 
 def _print_results(outcome: Outcome) -> None:
+    lines = []
     if not outcome.is_finished:
-        print(f"stopped after step {outcome.step} of {outcome.total_steps}; go on with:")
-        print(f"  gradsync train --run {outcome.run} --resume", flush=True)
-        return
-    loss = "" if outcome.val_loss is None else f", validation loss {outcome.val_loss:.4f} nats per token"
-    print(f"finished step {outcome.step} of {outcome.total_steps}{loss}")
-    if outcome.sample is not None:
-        print(f"--- sample ---\n{fit_for(sys.stdout, outcome.sample)}\n--------------")
-    print(f'more samples: gradsync sample {outcome.run} --prompt "..."', flush=True)
+        lines.append(f"stopped after step {outcome.step} of {outcome.total_steps}; go on with:")
+        lines.append(f"  gradsync train --run {outcome.run} --resume")
+    else:
+        loss = "" if outcome.val_loss is None else f", validation loss {outcome.val_loss:.4f} nats per token"
+        lines.append(f"finished step {outcome.step} of {outcome.total_steps}{loss}")
+        if outcome.sample is not None:
+            lines.append(f"--- sample ---\n{fit_for(sys.stdout, outcome.sample)}\n--------------")
+        lines.append(f'more samples: gradsync sample {outcome.run} --prompt "..."')
+    print("\n".join(lines), file=lasting(sys.stdout), flush=True)
 
 
 def _device(config: TrainConfig) -> torch.device:
@@ -194,7 +196,7 @@ def _set_threads(config: TrainConfig) -> None:
 
 
 def _open_view(config: TrainConfig) -> View:
-    return open_view(config.progress, sys.stderr, config.log_every)
+    return open_view(config.progress, lasting(sys.stderr), config.log_every)
 
 
 @contextmanager

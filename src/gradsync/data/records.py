@@ -37,9 +37,11 @@ def read_parquet(path: Path, text_field: str, intake: Intake) -> Iterator[str]:
         if text_field not in columns:
             raise _no_field(text_field, columns, str(path))
         num_bytes, num_rows = path.stat().st_size, max(file.metadata.num_rows, 1)
-        for batch in file.iter_batches(batch_size=_ROWS_PER_READ, columns=[text_field]):
+        row = 0
+        for batch in _batches_of(file, text_field, path):
             for text in batch.column(0).to_pylist():
-                yield _check_text(text, text_field, str(path))
+                yield _check_text(text, text_field, f"{path} (row {row})")
+                row += 1
             intake.num_bytes += num_bytes * batch.num_rows // num_rows
 
 
@@ -50,10 +52,31 @@ def read_dataset(name: str, config: str | None, split: str, text_field: str) -> 
         yield _text_of(row, text_field, f"{name} (row {number})")
 
 
+def without_halves(text: str) -> str:
+    """Return the text with halves of surrogate pairs, which JSON can spell and UTF-8 cannot, as U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def is_encodable(text: str) -> bool:
+    """Whether a text has a form in UTF-8, as all text from files has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _batches_of(file: Any, text_field: str, path: Path) -> Iterator[Any]:
+    try:
+        yield from file.iter_batches(batch_size=_ROWS_PER_READ, columns=[text_field])
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {path}: it is damaged ({error}); get the file again") from error
+
+
 def _parse(line: bytes, where: str) -> Any:
     try:
         return json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where} is not JSON: {error}; every line must be one JSON object") from error
 
 

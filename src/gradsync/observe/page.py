@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from gradsync.observe.metrics import read_metrics
+from gradsync.observe.metrics import read_metrics, read_objects
 
 MAX_POINTS = 2000
 _MAX_SAMPLES = 40
@@ -49,7 +49,7 @@ def read_run(folder: Path, name: str, config: dict[str, Any]) -> RunReport:
         curves={curve: thin_out(_points(records, curve)) for curve in _CURVES},
         samples=_samples(folder / "samples"),
         config=config,
-        starts=_json_lines(folder / "starts.jsonl"),
+        starts=list(read_objects(folder / "starts.jsonl")),
         skipped=[record["step"] for record in records if record.get("skipped")],
         timeline=_timeline(folder / TIMELINE_FILE),
         late=[
@@ -113,10 +113,12 @@ def _points(records: Sequence[dict[str, Any]], curve: str) -> list[tuple[int, fl
 
 
 def _samples(folder: Path) -> list[tuple[int, str]]:
-    paths = sorted(folder.glob("step-*.txt"))
+    paths = sorted(path for path in folder.glob("step-*.txt") if path.stem.removeprefix("step-").isdecimal())
     if len(paths) > _MAX_SAMPLES:
         paths = [paths[i * (len(paths) - 1) // (_MAX_SAMPLES - 1)] for i in range(_MAX_SAMPLES)]
-    return [(int(path.stem.removeprefix("step-")), path.read_text(encoding="utf-8")) for path in paths]
+    return [
+        (int(path.stem.removeprefix("step-")), path.read_text(encoding="utf-8", errors="replace")) for path in paths
+    ]
 
 
 def _timeline(path: Path) -> dict[str, Any] | None:
@@ -127,9 +129,3 @@ def _timeline(path: Path) -> dict[str, Any] | None:
         return None
     is_whole = isinstance(recording, dict) and recording.keys() >= _PARTS and bool(recording["ranks"])
     return recording if is_whole else None
-
-
-def _json_lines(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]

@@ -1,6 +1,6 @@
-"""What a rank builds by itself before a run: data and model. No word to the other ranks, nothing written.
+"""What a rank builds by itself before a run: data and model; and the one look at whether the ranks built alike.
 
-How the model is spread over the ranks, and what comes after that, is in ``assemble``.
+Nothing is written. How the model is spread over the ranks, and what comes after that, is in ``assemble``.
 """
 
 import zlib
@@ -10,8 +10,10 @@ from pathlib import Path
 import torch
 
 from gradsync.data.corpus import Corpus, load_corpus
-from gradsync.data.loader import GlobalBatchLoader
+from gradsync.data.evaluation import check_evaluable
+from gradsync.data.loader import GlobalBatchLoader, check_assignments
 from gradsync.data.source import TokenSource
+from gradsync.errors import DataError
 from gradsync.model.gpt2 import GPT2, GPT2Config
 from gradsync.parallel.apply import Wanted
 from gradsync.train.batch import BatchPlan
@@ -20,6 +22,7 @@ from gradsync.train.config import TrainConfig
 from gradsync.train.initial import initial_model
 from gradsync.train.modes import Modes, compile_block
 from gradsync.train.outline import outline, shape_of
+from gradsync.train.ranks import Ranks
 
 _FINGERPRINT_TOKENS = 1 << 16
 
@@ -50,6 +53,7 @@ def build(config: TrainConfig, rank: int, world: int, device: torch.device, mode
     outlined = outline(config, world, device.type, shape_of(config, corpus.tokenizer))
     degrees, plan = outlined.degrees, outlined.plan
     loader = make_loader(config, plan, corpus.train, degrees.data_rank(rank), degrees.data)
+    check_evaluable(corpus.val, config.context)
     examples = read_examples(Path(config.hellaswag)) if config.hellaswag else []
     model = initial_model(config, corpus.tokenizer)
     model.activation_checkpointing = config.activation_checkpointing
@@ -84,3 +88,29 @@ def fingerprint(source: TokenSource) -> dict[str, int]:
         for end in (shard[:_FINGERPRINT_TOKENS], shard[-_FINGERPRINT_TOKENS:]):
             checksum = zlib.crc32(end.tobytes(), checksum)
     return {"tokens": source.num_tokens, "crc32": checksum}
+
+
+def check_same_data(ranks: Ranks, material: Material) -> None:
+    """Check that all ranks read one text, and no two replicas the same sequences of it; collective.
+
+    Raises:
+        DataError: on every rank, naming one that differs.
+    """
+    corpus, loader = material.corpus, material.loader
+    own = (fingerprint(corpus.train), fingerprint(corpus.val), corpus.tokenizer.vocab_size)
+    seen = ranks.gather((own, loader.rank, loader.upcoming()))
+    for rank, (theirs, _, _) in enumerate(seen):
+        if theirs != seen[0][0]:
+            raise DataError(
+                f"ranks 0 and {rank} do not read the same data: rank 0 has {_describe(seen[0][0])}, "
+                f"rank {rank} {_describe(theirs)}; give all hosts the same files"
+            )
+    check_assignments(list({replica: sequences for _, replica, sequences in seen}.values()))
+
+
+def _describe(data: tuple[dict[str, int], dict[str, int], int]) -> str:
+    train, val, vocab_size = data
+    return (
+        f"{train['tokens']:,} tokens (CRC {train['crc32']:08x}) to train and {val['tokens']:,} held back "
+        f"of a vocabulary of {vocab_size:,}"
+    )

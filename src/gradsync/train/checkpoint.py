@@ -9,9 +9,10 @@ of ``state.py``.
 
 import hashlib
 import json
+import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,12 @@ class Checkpoint:
     step: int
     facts: dict[str, Any]
     files: dict[str, dict[str, Any]]
+
+    @property
+    def val_loss(self) -> float | None:
+        """The validation loss at this step, if it was taken then and is a number."""
+        loss = self.facts.get("val_loss")
+        return float(loss) if isinstance(loss, int | float) and math.isfinite(loss) else None
 
     def verify(self) -> None:
         """Compare every file with the manifest.
@@ -109,9 +116,9 @@ class CheckpointFolder:
     def _remove_old(self) -> None:
         checkpoints = list_checkpoints(self._folder)
         kept = {checkpoint.step for checkpoint in checkpoints[: self._keep]}
-        scored = [c for c in checkpoints if c.facts.get("val_loss") is not None]
-        if scored:
-            kept.add(min(scored, key=lambda checkpoint: checkpoint.facts["val_loss"]).step)
+        best = best_of(checkpoints)
+        if best is not None:
+            kept.add(best.step)
         for checkpoint in checkpoints:
             if checkpoint.step not in kept:
                 _discard(checkpoint.folder)
@@ -145,6 +152,12 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
         except CheckpointError:
             continue
     return sorted(found, key=lambda checkpoint: checkpoint.step, reverse=True)
+
+
+def best_of(checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
+    """Return the checkpoint with the lowest validation loss, if any has one."""
+    scored = [(checkpoint.val_loss, checkpoint) for checkpoint in checkpoints if checkpoint.val_loss is not None]
+    return min(scored, key=lambda pair: pair[0])[1] if scored else None
 
 
 def newest_intact(folder: Path, complain: Callable[[str], None]) -> Checkpoint | None:

@@ -6,11 +6,15 @@ metadata in ``gradsync.cli.options``.
 """
 
 import difflib
+import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from gradsync.errors import ConfigError
 from gradsync.parallel.degrees import PipelineSchedule, Strategy
+
+MAX_SEED = 2**63 - 1
+"""The largest that torch's generators take."""
 
 PresetName = Literal["tiny", "small", "gpt2", "medium", "large", "xl"]
 
@@ -44,7 +48,9 @@ class TrainConfig:
         "tiny", "model and recipe that give the defaults of the other options", "run", fixed=True
     )
     steps: int = _option(1000, "optimizer steps of the whole run", "run", fixed=True, at_least=1)
-    seed: int = _option(1337, "seed of weights, dropout and the order of the data", "run", fixed=True, at_least=0)
+    seed: int = _option(
+        1337, "seed of weights, dropout and the order of the data", "run", fixed=True, at_least=0, at_most=MAX_SEED
+    )
     resume: bool = _option(False, "continue the run folder from its newest intact checkpoint", "run", per_start=True)
     stop_after: int | None = _option(
         None,
@@ -225,6 +231,8 @@ class TrainConfig:
 def _check_range(name: str, value: Any, limits: Any) -> None:
     if value is None or isinstance(value, str):
         return
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{flag(name)} is {value}; it must be a finite number")
     low, high, above = limits["at_least"], limits["at_most"], limits["above"]
     if low is not None and value < low:
         raise ConfigError(f"{flag(name)} is {value}; it must be at least {low}")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gradsync.data.corpus import Corpus, load_corpus
+from gradsync.data.evaluation import check_evaluable
 from gradsync.model.gpt2 import GPT2
 from gradsync.model.layout import GPT2_LAYOUT
 from gradsync.parallel.degrees import Degrees
@@ -53,7 +54,8 @@ def dry_run(config: TrainConfig, world: int, device_type: str) -> list[str]:
     outlined = check_options(config, world, device_type)
     degrees, plan = outlined.degrees, outlined.plan
     corpus = load_corpus(config.data, config.tokenizer, config.val_fraction)
-    make_loader(config, plan, corpus.train, 0, degrees.data)  # refuses a text that is too short
+    make_loader(config, plan, corpus.train, 0, degrees.data)  # these refuse a text that is too short
+    check_evaluable(corpus.val, config.context)
     with FakeTensorMode(), device:
         model = GPT2(outlined.shape)
         model.activation_checkpointing = config.activation_checkpointing

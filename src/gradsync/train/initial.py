@@ -25,8 +25,10 @@ def initial_model(config: TrainConfig, tokenizer: Tokenizer) -> GPT2:
     shape = shape_of(config, tokenizer)
     if config.init_from is None:
         return GPT2(shape)
-    weights = _read(Path(config.init_from)).state_dict()
     model = GPT2(shape)
+    if not Path(config.init_from).exists():
+        return model  # a resumed run's, see ``starting_shape``
+    weights = _read(Path(config.init_from)).state_dict()
     weights["transformer.wpe.weight"] = weights["transformer.wpe.weight"][: shape.context]
     model.load_state_dict(weights)
     return model.train()
@@ -40,6 +42,8 @@ def starting_shape(config: TrainConfig, tokenizer: Tokenizer) -> GPT2Config:
     """
     assert config.init_from is not None
     source = Path(config.init_from)
+    if not source.exists() and (resumed := _shape_of_resumed(config)) is not None:
+        return resumed  # the weights are the checkpoint's, and where they came from once may be gone
     shape = _read_shape(source)
     if shape.vocab_size != tokenizer.vocab_size:
         raise ConfigError(
@@ -58,6 +62,26 @@ def starting_shape(config: TrainConfig, tokenizer: Tokenizer) -> GPT2Config:
             f"for; give at most that"
         )
     return replace(shape, context=config.context, dropout=config.dropout)
+
+
+def check_can_begin(config: TrainConfig) -> None:
+    """Check that a resumed run without an intact checkpoint has what it started from.
+
+    Raises:
+        ConfigError: ``--init-from`` is gone.
+    """
+    if config.init_from is not None and not Path(config.init_from).exists():
+        raise ConfigError(
+            f"run folder {config.run} holds no intact checkpoint, and --init-from {config.init_from}, from which it "
+            f"would start again, does not exist; put it back, or start a new run"
+        )
+
+
+def _shape_of_resumed(config: TrainConfig) -> GPT2Config | None:
+    if not config.resume or config.run is None:
+        return None
+    newest = next(iter(list_checkpoints(RunFolder(config.run).checkpoints)), None)
+    return None if newest is None else GPT2Config(**newest.facts["model"])
 
 
 def _read_shape(source: Path) -> GPT2Config:

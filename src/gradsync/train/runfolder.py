@@ -9,6 +9,8 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import yaml
 
 from gradsync.errors import CheckpointError, ConfigError
 from gradsync.train.config import TrainConfig, differences
+from gradsync.train.folderlock import FolderLock
 
 _RUNS = Path("runs")
 
@@ -57,31 +60,33 @@ class RunFolder:
         """Where tracebacks are kept."""
         return self.path / "errors.log"
 
-    def create(self, config: TrainConfig) -> None:
-        """Make the folder, or take over the one that is resumed.
+    def create(self, config: TrainConfig) -> FolderLock:
+        """Make the folder, or take over the one that is resumed; returns what keeps others out.
 
         Raises:
-            ConfigError: it cannot be written, or may not be used for this configuration.
+            ConfigError: it cannot be written, another process is at work in it, or it may not be used for this
+                configuration.
         """
         check_usable(config)
-        try:
-            for folder in (self.path, self.checkpoints, self.samples):
-                folder.mkdir(parents=True, exist_ok=True)
+        with _writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = FolderLock(self.path)
+            check_usable(config)  # another run may have been quicker
+            for folder in (self.checkpoints, self.samples):
+                folder.mkdir(exist_ok=True)
             _write_atomically(self.config_file, yaml.safe_dump(asdict(config), sort_keys=False))
-        except OSError as error:
-            raise ConfigError(
-                f"run folder {self.path} cannot be written: {error}; give another one with --run"
-            ) from error
+        return lock
 
     def append_start(self, start: dict[str, Any]) -> None:
         """Note where and on what a start ran."""
-        with (self.path / "starts.jsonl").open("a", encoding="utf-8") as file:
+        with _writing(self.path), (self.path / "starts.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(start) + "\n")
 
     def keep_tokenizer(self, source: Path | None) -> None:
         """Copy a tokenizer's file, if it is made from one, so that the folder is enough to sample from."""
         if source is not None and source.resolve() != self.tokenizer_file.resolve():
-            shutil.copyfile(source, self.tokenizer_file)
+            with _writing(self.path):
+                shutil.copyfile(source, self.tokenizer_file)
 
     def write_sample(self, step: int, text: str) -> None:
         """Keep a sample."""
@@ -156,6 +161,14 @@ def _check_same_run(config: TrainConfig, earlier: dict[str, Any]) -> None:
             f"run folder {config.run} belongs to a run of another configuration: {', '.join(changed)}; "
             f"leave these options out to continue it, or give another folder with --run"
         )
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"run folder {path} cannot be written: {error}; give another one with --run") from error
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -15,6 +15,7 @@ from gradsync.model.gpt2 import GPT2, GPT2Config
 from gradsync.train.checkpoint import (
     MANIFEST_NAME,
     Checkpoint,
+    best_of,
     list_checkpoints,
     newest_intact,
     open_checkpoint,
@@ -72,11 +73,10 @@ def _find(path: Path, which: Which) -> Checkpoint:
     return found
 
 
-def _best(folder: Path) -> Checkpoint | None:
-    scored = [checkpoint for checkpoint in list_checkpoints(folder) if checkpoint.facts.get("val_loss") is not None]
-    if not scored:
+def _best(folder: Path) -> Checkpoint:
+    best = best_of(list_checkpoints(folder))
+    if best is None:
         raise CheckpointError(f"no checkpoint in {folder} has a validation loss; take --checkpoint newest")
-    best = min(scored, key=lambda checkpoint: float(checkpoint.facts["val_loss"]))
     best.verify()
     return best
 

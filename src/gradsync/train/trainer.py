@@ -32,6 +32,9 @@ from gradsync.train.vote import StepVote, Verdict
 
 MicroBatches = list[tuple[Tensor, Tensor]]
 
+# A skipped step changes no weight: what fails this often for other sequences each time goes on failing.
+_MOST_SKIPPED_IN_A_ROW = 20
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -99,6 +102,7 @@ class Trainer:
         self._val_loss: float | None = None
         self._evaluated_step = -1
         self._saved_step = step  # what a resumed run has begun from
+        self._skipped_in_a_row = 0
 
     def run(self) -> Outcome:
         """Train to the end of this start, save, and say how it ended."""
@@ -126,6 +130,7 @@ class Trainer:
             parts.optimizer.step()
         else:
             self._refuse(micro_batches, numbers, verdict, grad_norm)
+        self._skipped_in_a_row = 0 if is_finite else self._skipped_in_a_row + 1
         parts.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self._reason = verdict.reason
@@ -164,8 +169,12 @@ class Trainer:
         message = explain(parts.ranks, self.step + 1, found, grad_norm, verdict.non_finite_ranks, place)
         if self._config.non_finite == "stop":
             raise NonFiniteError(
-                f"{message}; {self._last_checkpoint()}. "
-                f"Lower --lr, or skip such steps with --non-finite skip"
+                f"{message}; {self._last_checkpoint()}. Lower --lr, or skip such steps with --non-finite skip"
+            )
+        if self._skipped_in_a_row + 1 >= _MOST_SKIPPED_IN_A_ROW:
+            raise NonFiniteError(
+                f"{message}; it would be the {_MOST_SKIPPED_IN_A_ROW}th in a row that is skipped, so the weights "
+                f"are of no use any more. Lower --lr, and start from an earlier checkpoint with --init-from"
             )
         self._chores.note(f"{message}; skipped")
 
@@ -192,7 +201,9 @@ class Trainer:
             self._chores.finish_saving()
 
     def _last_checkpoint(self) -> str:
-        return f"the last checkpoint is that of step {self._saved_step}" if self._saved_step else "no checkpoint is there"
+        return (
+            f"the last checkpoint is that of step {self._saved_step}" if self._saved_step else "no checkpoint is there"
+        )
 
     def _sample_if_due(self) -> str | None:
         if self._config.sample_tokens == 0 or not self._is_due(self._config.sample_every):
