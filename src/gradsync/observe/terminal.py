@@ -6,6 +6,7 @@ its reader.
 """
 
 import os
+import sys
 from typing import IO, Any
 
 _KEPT = {"\n", "\t"}
@@ -59,3 +60,9 @@ def lasting(stream: IO[str]) -> IO[str]:
 def fit_for(stream: IO[str], text: str) -> str:
     """Return what may be written to a stream: the text itself, unless the stream is a terminal."""
     return harmless(text) if stream.isatty() else text
+
+
+def say(text: str, stream: IO[str] | None = None, end: str = "\n") -> None:
+    """Print what may hold text of others, to standard output if no stream is given."""
+    stream = stream or sys.stdout
+    print(fit_for(stream, text), end=end, file=stream, flush=True)
