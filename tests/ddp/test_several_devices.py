@@ -24,8 +24,8 @@ def spread_as_told(rank: int, world: int) -> list[tuple[int, int]]:
     for parameter in net.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: arrived.append(1))
     reducer.is_spread = True
-    start = reducer._launch
-    reducer._launch = lambda bucket: (seen.append((bucket.number, len(arrived))), start(bucket))[1]  # type: ignore[method-assign]
+    start = reducer._start
+    reducer._start = lambda bucket: (seen.append((bucket.number, len(arrived))), start(bucket))[1]  # type: ignore[method-assign]
     for _ in range(2):
         arrived.clear()
         x = torch.full((2, 4), rank + 1.0)
