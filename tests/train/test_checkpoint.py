@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from gradsync.errors import CheckpointError
-from gradsync.train.checkpoint import MANIFEST_NAME, CheckpointFolder, list_checkpoints, newest_intact, open_checkpoint
+from gradsync.train.checkpoint import (
+    MANIFEST_NAME,
+    CheckpointFolder,
+    best_of,
+    list_checkpoints,
+    newest_intact,
+    open_checkpoint,
+)
 from gradsync.train.ranks import Alone
 
 
@@ -75,6 +82,42 @@ def test_a_damaged_manifest_is_passed_over(folder, content):
     complaints = []
     assert newest_intact(folder, complaints.append).step == 1
     assert complaints
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": "2"},
+        {"step": True},
+        {"facts": None},
+        {"files": []},
+        {"files": {"__0_0.distcp": {}}},
+        {"files": {"__0_0.distcp": {"bytes": "1", "sha256": "x"}}},
+        {"files": {"__0_0.distcp": 5}},
+    ],
+    ids=str,
+)
+def test_a_manifest_of_other_content_is_passed_over(folder, change):
+    save(folder, [1, 2])
+    path = folder / "step-00000002" / MANIFEST_NAME
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    complaints = []
+    assert newest_intact(folder, complaints.append).step == 1
+    assert "damaged" in complaints[0]
+
+
+def test_a_fact_is_there_and_of_its_kind(folder):
+    save(folder, [1])
+    checkpoint = newest_intact(folder, pytest.fail)
+    assert checkpoint.val_loss is None
+    with pytest.raises(CheckpointError, match="its fact 'model' is None, expected dict"):
+        checkpoint.fact("model", dict)
+
+
+def test_the_best_has_a_loss_that_is_a_number(folder):
+    save(folder, range(1, 5), keep=1, losses={1: float("nan"), 2: 1.0, 3: float("inf")})
+    assert steps_in(folder) == [4, 2]
+    assert best_of(list_checkpoints(folder)).step == 2
 
 
 def test_another_version_is_refused(folder):

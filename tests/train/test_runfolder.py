@@ -78,6 +78,25 @@ def test_the_newest_run_is_the_one_whose_start_was_last(tmp_path, monkeypatch):
     assert newest_run_path() == "runs/b"
 
 
+def test_a_start_is_noted_on_a_line_of_its_own_after_one_that_was_cut_short(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.append_start({"step": 0})
+    with (tmp_path / "starts.jsonl").open("a") as file:
+        file.write('{"step": 1, "ho')
+    folder.append_start({"step": 2})
+    assert (tmp_path / "starts.jsonl").read_text() == '{"step": 0}\n{"step": 2}\n'
+
+
+def test_the_options_are_not_written_through_a_link(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    run = tmp_path / "run"
+    RunFolder(run).create(config_for(run))
+    (run / "config.yaml.unfinished").symlink_to(victim)
+    RunFolder(run).create(config_for(run, resume=True))
+    assert victim.read_text() == "precious"
+
+
 def test_two_processes_cannot_be_at_work_in_one_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(folderlock, "_PATIENCE_S", 0.1)
     config = config_for(tmp_path / "run")

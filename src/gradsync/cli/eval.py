@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gradsync.cli.options import new_parser
 from gradsync.errors import ConfigError
+from gradsync.observe.terminal import say
 
 if TYPE_CHECKING:
     from gradsync.data.source import TokenSource
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     from gradsync.train.trained import load_trained
 
     trained = load_trained(Path(options.run), options.checkpoint, options.device)
-    print(f"from {trained.checkpoint}", file=sys.stderr)
+    say(f"from {trained.checkpoint}", sys.stderr)
     results: dict[str, Any] = {"checkpoint": str(trained.checkpoint), "step": trained.step}
     if options.hellaswag is not None:
         results |= _accuracy(trained, Path(options.hellaswag))
@@ -81,12 +82,12 @@ def _text(trained: "Trained", options: Any) -> _Text:
     """Return what the options mean: all of a text, one split of shards or of the run's own data."""
     from gradsync.data.corpus import load_corpus
     from gradsync.data.manifest import MANIFEST
-    from gradsync.train.runfolder import read_config
+    from gradsync.train.runfolder import saved_option
 
-    own = read_config(trained.run) if options.data is None else None
-    data = options.data if own is None else own["data"]
-    is_whole = own is None and data != "stdlib" and not (Path(data) / MANIFEST).is_file()
-    fraction = 0.0 if is_whole else (own or read_config(trained.run))["val_fraction"]
+    is_own = options.data is None
+    data = saved_option(trained.run, "data", str) if is_own else options.data
+    is_whole = not is_own and data != "stdlib" and not (Path(data) / MANIFEST).is_file()
+    fraction = 0.0 if is_whole else saved_option(trained.run, "val_fraction", float)
     corpus = load_corpus(data, trained.tokenizer.name, fraction)
     if is_whole:
         return _Text(corpus.train, corpus.name)
@@ -115,4 +116,4 @@ def _print(results: dict[str, Any], as_json: bool) -> None:
         print(f" ({results['examples']:,} examples)")
     if "loss" in results:
         print(f"loss {results['loss']:.4f} nats per token, perplexity {results['perplexity']:.2f}", end="")
-        print(f" ({results['tokens']:,} tokens of {results['data']})")
+        say(f" ({results['tokens']:,} tokens of {results['data']})")

@@ -10,6 +10,7 @@ from gradsync.cli.local_ranks import run_ranks
 from gradsync.cli.options import new_parser
 from gradsync.errors import ConfigError
 from gradsync.observe.explain_page import LANGUAGES, render_explanation
+from gradsync.observe.terminal import say
 
 _DESCRIPTION = (
     "Run a few real steps on several processes and write a page that explains, with this run's own numbers, what "
@@ -38,8 +39,8 @@ def main(arguments: Sequence[str]) -> int:
         out.write_text(render_explanation(story, options.lang), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be written: {error.strerror}") from error
-    print(story["recording"]["verdict"])
-    print(out)
+    say(story["recording"]["verdict"])
+    say(str(out))
     return 0
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from gradsync.cli.options import new_parser
 from gradsync.errors import ConfigError
+from gradsync.observe.terminal import say
 
 if TYPE_CHECKING:
     from gradsync.train.trained import Trained
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     from gradsync.train.trained import load_trained
 
     trained = load_trained(Path(options.run), options.checkpoint, "cpu")
-    print(f"from {trained.checkpoint}", file=sys.stderr)
+    say(f"from {trained.checkpoint}", sys.stderr)
     unfinished = out.with_name(out.name + ".unfinished")
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"--out {out} cannot be written: {error}; make room, or give another folder") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    print(f"wrote {out}; {about_tokenizer}")
+    say(f"wrote {out}; {about_tokenizer}")
     return 0
 
 

@@ -12,6 +12,7 @@ from gradsync.cli.main import EXIT_FAILED
 from gradsync.cli.options import new_parser
 from gradsync.comm.launchers import adopt
 from gradsync.errors import ConfigError, GradsyncError
+from gradsync.observe.terminal import say
 
 if TYPE_CHECKING:
     from gradsync.train.prove import Difference, Finding
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
 def _conclude(findings: "list[Finding]") -> int:
     failed = [finding for finding in findings if not finding.has_passed]
     for finding in failed:
-        print(f"FAILED {finding.case.name}: {_reason(finding)}")
+        say(f"FAILED {finding.case.name}: {_reason(finding)}")
     print(f"{len(findings) - len(failed)} of {len(findings)} rows passed", flush=True)
     return EXIT_FAILED if failed else 0
 

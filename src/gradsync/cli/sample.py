@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from gradsync.cli.options import new_parser
 from gradsync.errors import ConfigError
-from gradsync.observe.terminal import fit_for
+from gradsync.observe.terminal import fit_for, say
 from gradsync.train.config import MAX_SEED
 
 _DESCRIPTION = "Print text that a trained run goes on with."
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     from gradsync.train.trained import load_trained
 
     trained = load_trained(Path(options.run), options.checkpoint, options.device)
-    print(f"from {trained.checkpoint}", file=sys.stderr)
+    say(f"from {trained.checkpoint}", sys.stderr)
     is_one = len(prompts) * options.num_samples == 1
     for prompt in prompts:
         for number in range(options.num_samples):

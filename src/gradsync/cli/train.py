@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from gradsync.cli.cores import num_cores
-from gradsync.cli.options import add_config_options, given_options, new_parser, print_config
+from gradsync.cli.options import (
+    Parser,
+    add_config_options,
+    checked_options,
+    given_options,
+    new_parser,
+    print_config,
+)
 from gradsync.comm.launchers import adopt
 from gradsync.errors import ConfigError, DataError
 from gradsync.parallel.degrees import check_strategy, resolve_degrees
@@ -42,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     if given.pop("auto_resume", False):
         given["resume"] = _has_begun(given)
     is_printing, is_dry = given.pop("print_config", False), given.pop("dry_run", False)
-    config = resolve(_with_inherited(given))
+    config = resolve(_with_inherited(parser, given))
     if is_printing:
         print_config(asdict(config))
         return 0
@@ -62,12 +69,13 @@ def _has_begun(given: dict[str, Any]) -> bool:
     return RunFolder(given["run"]).config_file.is_file()
 
 
-def _with_inherited(given: dict[str, Any]) -> dict[str, Any]:
+def _with_inherited(parser: Parser, given: dict[str, Any]) -> dict[str, Any]:
     """Put the saved options of a resumed run below the given ones."""
     if not given.get("resume"):
         return given
     run = given.get("run") or newest_run_path()
-    saved = inherited(read_config(Path(run))) if Path(run).is_dir() and any(Path(run).iterdir()) else {}
+    is_there = Path(run).is_dir() and any(Path(run).iterdir())
+    saved = checked_options(parser, inherited(read_config(Path(run))), RunFolder(run).config_file) if is_there else {}
     return {**saved, **given, "run": run}
 
 

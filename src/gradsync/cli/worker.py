@@ -153,9 +153,9 @@ def _print_results(outcome: Outcome) -> None:
         loss = "" if outcome.val_loss is None else f", validation loss {outcome.val_loss:.4f} nats per token"
         lines.append(f"finished step {outcome.step} of {outcome.total_steps}{loss}")
         if outcome.sample is not None:
-            lines.append(f"--- sample ---\n{fit_for(sys.stdout, outcome.sample)}\n--------------")
+            lines.append(f"--- sample ---\n{outcome.sample}\n--------------")
         lines.append(f'more samples: gradsync sample {outcome.run} --prompt "..."')
-    print("\n".join(lines), file=lasting(sys.stdout), flush=True)
+    print(fit_for(sys.stdout, "\n".join(lines)), file=lasting(sys.stdout), flush=True)
 
 
 def _device(config: TrainConfig) -> torch.device:

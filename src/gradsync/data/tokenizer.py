@@ -21,6 +21,9 @@ from gradsync.errors import ConfigError, DataError, MissingExtraError
 END_OF_TEXT = "<|endoftext|>"
 """How the end-of-text token is spelled where it has to be shown."""
 
+NAMED_TOKENIZERS = ("bytes", "gpt2")
+"""Those that need no file."""
+
 # Tokens that end a document in tokenizer files made elsewhere, most telling first.
 _END_OF_TEXT_SPELLINGS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_end|>", "[SEP]")
 

@@ -82,7 +82,7 @@ def read_config(folder: Path) -> GPT2Config:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}; expected a Hugging Face model folder") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise DataError(f"{path} holds no model's configuration, but a JSON {type(config).__name__}")
@@ -105,8 +105,8 @@ def _check_is_ours(path: Path, config: dict[str, Any]) -> None:
     for name, allowed in _ONLY.items():
         if config.get(name, allowed[0]) not in allowed:
             raise ConfigError(f"{path}: {name} is {config[name]!r}; this GPT-2 computes with {allowed[0]!r} only")
-    inner = config.get("n_inner")
-    if inner not in (None, 4 * config.get("n_embd", 0)):
+    inner, width = config.get("n_inner"), config.get("n_embd")
+    if inner is not None and not (isinstance(width, int) and inner == 4 * width):
         raise ConfigError(f"{path}: n_inner is {inner}; this GPT-2 has four times the width")
 
 

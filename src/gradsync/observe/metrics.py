@@ -163,17 +163,24 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_objects(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file of JSON lines, and leave out what is none."""
+    """Yield the objects of a file of JSON lines, and leave out what is none.
+
+    Numbers that are infinite or not a number, which JSON does not know, become None.
+    """
     if not path.exists():
         return
     with path.open("rb") as lines:
         for line in lines:
             try:
-                found = json.loads(line)
-            except ValueError:
+                found = json.loads(line, parse_constant=_no_number)
+            except (ValueError, RecursionError):
                 continue
             if isinstance(found, dict):
                 yield found
+
+
+def _no_number(spelling: str) -> None:
+    return None
 
 
 def forget_after(path: Path, step: int) -> None:

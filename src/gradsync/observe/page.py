@@ -5,6 +5,7 @@ script draws them. Nothing is fetched, and nothing in a run (a sample, a path) c
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -41,7 +42,7 @@ class RunReport:
 
 
 def read_run(folder: Path, name: str, config: dict[str, Any]) -> RunReport:
-    """Gather a run from its folder; ``config`` are its options."""
+    """Gather a run from its folder; ``config`` are its options. What is damaged in its records is left out."""
     records = list(read_metrics(folder / "metrics.jsonl"))
     return RunReport(
         name=name,
@@ -55,7 +56,7 @@ def read_run(folder: Path, name: str, config: dict[str, Any]) -> RunReport:
         late=[
             (record["step"], late["rank"], late["phase"], late["delay_s"])
             for record in records
-            if (late := record.get("late"))
+            if isinstance(late := record.get("late"), dict) and late.keys() >= {"rank", "phase", "delay_s"}
         ],
     )
 
@@ -73,8 +74,19 @@ def render_recording(recording: Mapping[str, Any], name: str) -> str:
 
 def as_script_data(data: Any) -> str:
     """Return data as JSON that can stand inside a script element, where only these could end it or begin a comment."""
-    text = json.dumps(data, allow_nan=False)
+    text = json.dumps(plain(data), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def plain(data: Any) -> Any:
+    """Return what JSON can spell of data: no number for one that is not finite, text for what it doesn't know."""
+    if isinstance(data, Mapping):
+        return {str(key): plain(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [plain(each) for each in data]
+    if isinstance(data, float) and not math.isfinite(data):
+        return None
+    return data if isinstance(data, str | int | float | None) else str(data)
 
 
 def fill(template: str, places: dict[str, str]) -> str:
@@ -109,7 +121,7 @@ def thin_out(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def _points(records: Sequence[dict[str, Any]], curve: str) -> list[tuple[int, float]]:
-    return [(record["step"], record[curve]) for record in records if record.get(curve) is not None]
+    return [(record["step"], record[curve]) for record in records if isinstance(record.get(curve), int | float)]
 
 
 def _samples(folder: Path) -> list[tuple[int, str]]:
@@ -125,7 +137,7 @@ def _timeline(path: Path) -> dict[str, Any] | None:
     """Return the recording in a file; None if there is none, or something else, which must not spoil the page."""
     try:
         recording = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     is_whole = isinstance(recording, dict) and recording.keys() >= _PARTS and bool(recording["ranks"])
     return recording if is_whole else None

@@ -6,6 +6,7 @@ its reader.
 """
 
 import os
+import sys
 from typing import IO, Any
 
 _KEPT = {"\n", "\t"}
@@ -61,3 +62,9 @@ def fit_for(stream: IO[str], text: str) -> str:
     encoding = getattr(stream, "encoding", None) or "utf-8"
     writable = text.encode(encoding, "replace").decode(encoding)
     return harmless(writable) if stream.isatty() else writable
+
+
+def say(text: str, stream: IO[str] | None = None, end: str = "\n") -> None:
+    """Print what may hold text of others, to standard output if no stream is given."""
+    stream = stream or sys.stdout
+    print(fit_for(stream, text), end=end, file=stream, flush=True)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -24,6 +24,8 @@ from gradsync.errors import CheckpointError
 from gradsync.parallel.pieces import Pieces
 from gradsync.train.ranks import Ranks, together
 from gradsync.train.storage import load_tensors, save_tensors, tensor_shapes
+
+T = TypeVar("T")
 
 FORMAT = "gradsync-checkpoint"
 VERSION = 1
@@ -46,9 +48,22 @@ class Checkpoint:
 
     @property
     def val_loss(self) -> float | None:
-        """The validation loss at this step, if it was taken then and is a number."""
+        """The validation loss of its step; None if none was taken, or no number came of it."""
         loss = self.facts.get("val_loss")
         return float(loss) if isinstance(loss, int | float) and math.isfinite(loss) else None
+
+    def fact(self, name: str, kind: type[T]) -> T:
+        """Return one of the facts.
+
+        Raises:
+            CheckpointError: it is missing, or something else than it should be.
+        """
+        value = self.facts.get(name)
+        if not isinstance(value, kind):
+            raise CheckpointError(
+                f"{self.folder / MANIFEST_NAME} is damaged: its fact {name!r} is {value!r}, expected {kind.__name__}"
+            )
+        return value
 
     def verify(self) -> None:
         """Compare every file with the manifest.
@@ -190,16 +205,28 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         is_ours = manifest["format"] == FORMAT
         version = manifest["version"]
         checkpoint = Checkpoint(folder, manifest["step"], manifest["facts"], manifest["files"])
-        foreign = [name for name in checkpoint.files if name != os.path.basename(name) or name in ("", ".", "..")]
     except OSError as error:
         raise CheckpointError(f"{path} could not be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-    if foreign:
-        raise CheckpointError(f"{path} names {foreign[0]!r}, which is no file of the checkpoint's own folder")
     if not is_ours or version != VERSION:
         raise CheckpointError(f"{path} is not a gradsync checkpoint of version {VERSION}")
+    if not _is_well_formed(checkpoint):
+        raise CheckpointError(f"{path} is damaged: its step, facts or files are not what gradsync writes")
+    foreign = [name for name in checkpoint.files if name != os.path.basename(name) or name in ("", ".", "..")]
+    if foreign:
+        raise CheckpointError(f"{path} names {foreign[0]!r}, which is no file of the checkpoint's own folder")
     return checkpoint
+
+
+def _is_well_formed(checkpoint: Checkpoint) -> bool:
+    is_whole = (
+        type(checkpoint.step) is int and isinstance(checkpoint.facts, dict) and isinstance(checkpoint.files, dict)
+    )
+    return is_whole and all(
+        isinstance(entry, dict) and type(entry.get("bytes")) is int and isinstance(entry.get("sha256"), str)
+        for entry in checkpoint.files.values()
+    )
 
 
 def _describe_files(folder: Path, prefix: str) -> dict[str, dict[str, Any]]:

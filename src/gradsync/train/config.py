@@ -221,6 +221,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for spec in fields(self):
+            if getattr(self, spec.name) is None and "None" not in str(spec.type):
+                raise ConfigError(f"{flag(spec.name)} is null; it must have a value")
             _check_range(spec.name, getattr(self, spec.name), spec.metadata)
         if self.stop_after is not None and self.stop_after > self.steps:
             raise ConfigError(

@@ -216,13 +216,13 @@ class Job:
 
     def _load(self, path: Path) -> int:
         checkpoint, material = open_checkpoint(path), self._material
-        if checkpoint.facts["data"] != fingerprint(material.corpus.train):
+        if checkpoint.fact("data", dict) != fingerprint(material.corpus.train):
             raise CheckpointError(
                 f"the text of {self._config.data} is not the one that run {self._folder.path} was trained on; "
                 f"resume with that text, or start a new run"
             )
         self._assembly.state.restore(checkpoint.shapes(), checkpoint.load)
-        material.loader.load_state_dict(checkpoint.facts["loader"])
+        material.loader.load_state_dict(checkpoint.fact("loader", dict))
         return checkpoint.step
 
     def _open_records(self, step: int) -> None:

@@ -13,13 +13,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 from gradsync.errors import CheckpointError, ConfigError
 from gradsync.train.config import TrainConfig, differences
 from gradsync.train.folderlock import FolderLock
+
+T = TypeVar("T")
 
 _RUNS = Path("runs")
 
@@ -79,8 +81,11 @@ class RunFolder:
 
     def append_start(self, start: dict[str, Any]) -> None:
         """Note where and on what a start ran."""
-        with _writing(self.path), (self.path / "starts.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(start) + "\n")
+        path = self.path / "starts.jsonl"
+        with _writing(self.path):
+            _drop_cut_line(path)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(start) + "\n")
 
     def keep_tokenizer(self, source: Path | None) -> None:
         """Copy a tokenizer's file, if it is made from one, so that the folder is enough to sample from."""
@@ -130,11 +135,30 @@ def read_config(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} is not a run folder: its config.yaml cannot be read ({error.strerror})"
         ) from error
-    except yaml.YAMLError as error:
-        raise CheckpointError(f"{path / 'config.yaml'} is damaged: {error}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path / 'config.yaml'} is damaged: {' '.join(str(error).split())}") from error
     if not isinstance(options, dict):
         raise CheckpointError(f"{path / 'config.yaml'} is damaged: it holds no options")
+    for name, value in options.items():
+        if not isinstance(name, str) or not isinstance(value, str | int | float | None):
+            raise CheckpointError(
+                f"{path / 'config.yaml'} is damaged: {name!r} is {value!r}, which is no option's value"
+            )
     return options
+
+
+def saved_option(path: Path, name: str, kind: type[T]) -> T:
+    """Return one of the options that a run folder was made with.
+
+    Raises:
+        CheckpointError: it isn't a run folder, or the option is missing or of another kind.
+    """
+    value = read_config(path).get(name)
+    if not isinstance(value, kind):
+        raise CheckpointError(
+            f"{path / 'config.yaml'} is damaged: {name} is {value!r}, expected a value of type {kind.__name__}"
+        )
+    return value
 
 
 def new_run_path(preset: str) -> str:
@@ -173,5 +197,15 @@ def _writing(path: Path) -> Iterator[None]:
 
 def _write_atomically(path: Path, text: str) -> None:
     unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.write_text(text, encoding="utf-8")
+    unfinished.unlink(missing_ok=True)
+    with unfinished.open("x", encoding="utf-8") as file:  # never through a link that lies there
+        file.write(text)
     os.replace(unfinished, path)
+
+
+def _drop_cut_line(path: Path) -> None:
+    """Remove what a kill has left of a last line."""
+    content = path.read_bytes() if path.exists() else b""
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        os.truncate(path, whole)

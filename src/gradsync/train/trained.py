@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from gradsync.data.tokenizer import Tokenizer, load_tokenizer
+from gradsync.data.tokenizer import NAMED_TOKENIZERS, Tokenizer, load_tokenizer
 from gradsync.errors import CheckpointError, ConfigError
 from gradsync.model.gpt2 import GPT2, GPT2Config
 from gradsync.train.checkpoint import (
@@ -51,7 +51,7 @@ def load_trained(path: Path, which: Which, device: str) -> Trained:
     """
     checkpoint = _find(path, which)
     place = _place(device)
-    model = GPT2(GPT2Config(**checkpoint.facts["model"])).to(place)
+    model = _model(checkpoint).to(place)
     checkpoint.load(match_names(model_tensors(model), checkpoint.shapes()))
     tokenizer = _tokenizer(checkpoint)
     return Trained(model.eval(), tokenizer, place, checkpoint.folder, checkpoint.step, checkpoint.facts)
@@ -81,9 +81,29 @@ def _best(folder: Path) -> Checkpoint:
     return best
 
 
+def _model(checkpoint: Checkpoint) -> GPT2:
+    """Return an untrained model of the form that a checkpoint says it has."""
+    form = checkpoint.fact("model", dict)
+    try:
+        return GPT2(GPT2Config(**form))
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(
+            f"{checkpoint.folder / MANIFEST_NAME} is damaged: there is no model of the form {form}: {error}"
+        ) from error
+
+
 def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """Return the tokenizer by its name, or from the run's copy of its file; no other file is opened."""
     copy = RunFolder(checkpoint.folder.parent.parent).tokenizer_file
-    return load_tokenizer(str(copy) if copy.is_file() else checkpoint.facts["tokenizer"])
+    name = checkpoint.fact("tokenizer", str)
+    if name in NAMED_TOKENIZERS:
+        return load_tokenizer(name)
+    if not copy.is_file():
+        raise CheckpointError(
+            f"{checkpoint.folder} needs the tokenizer {Path(name).name!r}, and its run's copy {copy} is missing; copy "
+            f"the tokenizer's file there"
+        )
+    return load_tokenizer(str(copy))
 
 
 def _place(device: str) -> torch.device:
