@@ -118,5 +118,5 @@ def test_a_file_without_an_end_of_text_is_refused(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     path = tmp_path / "endless.json"
     tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(str(path))
-    with pytest.raises(DataError, match=r"endless\.json has no token that ends a text"):
+    with pytest.raises(ConfigError, match=r"endless\.json has no token that ends a text"):
         load_tokenizer(str(path))

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from gradsync.model.gpt2 import GPT2, GPT2Config
 from gradsync.parallel.apply import Wanted, check, parallelize
 from gradsync.parallel.degrees import Degrees
+from gradsync.parallel.division import Flow
 from gradsync.parallel.pieces import assembled
-from gradsync.parallel.pipeline import Flow
 from gradsync.parallel.replica import Replica
 
 CPU = torch.device("cpu")

@@ -230,9 +230,15 @@ def poisoned(monkeypatch):
 
 def test_a_loss_that_is_not_finite_stops_the_run(folder, poisoned):
     config = options_for(folder)
-    with pytest.raises(NonFiniteError, match=r"step 3: the loss is not finite on rank 0 .*--non-finite skip"):
+    message = r"step 3: the loss is not finite on rank 0 .*; no checkpoint is there\. .*--non-finite skip"
+    with pytest.raises(NonFiniteError, match=message):
         train(config)
     assert [record["step"] for record in metrics(config)] == [1, 2]
+
+
+def test_and_the_checkpoint_to_go_on_from_is_named(folder, poisoned):
+    with pytest.raises(NonFiniteError, match="the last checkpoint is that of step 2"):
+        train(options_for(folder, checkpoint_every=2))
 
 
 def test_or_the_step_is_skipped_and_said_so(folder, poisoned):

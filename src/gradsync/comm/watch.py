@@ -71,7 +71,7 @@ class Watch:
         self._waiter = threading.main_thread().ident
         self._is_over = threading.Event()
         self._hurries = 0
-        self._known_since_s = 0.0
+        self._known_since_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="gradsync-watch", daemon=True)
 
     def start(self) -> None:

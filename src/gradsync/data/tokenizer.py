@@ -243,7 +243,7 @@ def _find_end_of_text(vocabulary: dict[str, int], path: Path) -> int:
     for spelling in _END_OF_TEXT_SPELLINGS:
         if spelling in vocabulary:
             return vocabulary[spelling]
-    raise DataError(
+    raise ConfigError(
         f"{path} has no token that ends a text (looked for {', '.join(_END_OF_TEXT_SPELLINGS)}); "
         f"add one of them to the tokenizer as a special token"
     )
