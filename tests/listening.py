@@ -11,6 +11,12 @@ _LISTENING = "0A"
 _UNCONNECTED = "07"
 
 
+def free_port() -> int:
+    """A port on which nobody listens just now."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
 def addresses(pids: Iterable[int]) -> set[tuple[str, int]]:
     """The addresses and ports on which these processes take in what comes from elsewhere, each on its own network."""
     return {address for pid in pids for address in _addresses_of(pid)}

@@ -38,6 +38,19 @@ def test_a_users_model_is_explained_with_its_own_names(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("command", ["explain", "bench", "prove"])
+def test_an_exception_in_the_users_function_is_one_line_with_their_line(tmp_path, monkeypatch, capsys, command):
+    (tmp_path / "users_failing.py").write_text("def make():\n    return [][0]\n")
+    monkeypatch.chdir(tmp_path)
+    for module in ("explain", "bench"):
+        monkeypatch.setattr(f"gradsync.cli.{module}.run_ranks", lambda entry, nproc, job: entry(job))
+    assert main([command, "--model", "users_failing:make"]) == 1
+    assert capsys.readouterr().err == (
+        f"gradsync {command}: error: --model users_failing:make: IndexError: list index out of range "
+        f"(users_failing.py:2 in make: return [][0])\n"
+    )
+
+
 def test_a_factory_that_is_not_there_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(

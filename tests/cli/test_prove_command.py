@@ -21,6 +21,13 @@ def wrong():
     return (*mean(), lambda module, batch: module(batch).square().sum())
 
 
+def hopeless():
+    def loss(module, batch):
+        raise ValueError("not this one")
+
+    return (*mean(), loss)
+
+
 def broken():
     def loss(module, batch):
         if hasattr(module, "reducer") and module.reducer.sharding is not None:
@@ -58,12 +65,20 @@ def test_a_row_that_fails_is_named_and_the_others_go_on(folder):
     assert "6 of 7 rows passed" in broken.stdout
 
 
+def test_a_model_that_fails_by_itself_is_no_row_that_fails(folder):
+    done = gradsync("prove", "--model", "own:hopeless", "--nproc", "1", "--backend", "gloo", cwd=folder)
+    assert (done.returncode, done.stdout) == (1, "")
+    told = "gradsync prove: error: --model own:hopeless: ValueError: not this one (own.py:"
+    assert [line for line in done.stderr.splitlines() if told in line] == done.stderr.splitlines()[-1:]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--nproc", "0"], "--nproc and --steps must be at least 1"),
         (["--model", "nowhere:f"], "give MODULE:FUNCTION"),
-        (["--backend", "tin-cans"], "--backend tin-cans"),
+        (["--device", "cuda", "--nproc", "999"], "lower --nproc"),
+        (["--backend", "tin-cans"], "backend 'tin-cans' is unknown"),
     ],
 )
 def test_refusals_come_before_anything_is_started(capsys, monkeypatch, arguments, message):

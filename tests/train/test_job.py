@@ -230,9 +230,15 @@ def poisoned(monkeypatch):
 
 def test_a_loss_that_is_not_finite_stops_the_run(folder, poisoned):
     config = options_for(folder)
-    with pytest.raises(NonFiniteError, match=r"step 3: the loss is not finite on rank 0 .*--non-finite skip"):
+    message = r"step 3: the loss is not finite on rank 0 .*; no checkpoint is there\. .*--non-finite skip"
+    with pytest.raises(NonFiniteError, match=message):
         train(config)
     assert [record["step"] for record in metrics(config)] == [1, 2]
+
+
+def test_and_the_checkpoint_to_go_on_from_is_named(folder, poisoned):
+    with pytest.raises(NonFiniteError, match="the last checkpoint is that of step 2"):
+        train(options_for(folder, checkpoint_every=2))
 
 
 def test_or_the_step_is_skipped_and_said_so(folder, poisoned):
@@ -341,5 +347,6 @@ def test_metrics_that_cannot_be_written_end_no_run(folder, monkeypatch):
     monkeypatch.setattr(job, "open_sinks", lambda *_: [Broken()])
     view = Notebook()
     assert train(options_for(folder), view=view).is_finished
-    assert sum("missing from some metrics, they cannot be written: No space left" in note for note in view.notes) == 6
+    (told,) = [note for note in view.notes if "metrics cannot be written" in note]
+    assert told.endswith("they are missing from step 1 on: No space left on device")
     assert "warning: the last metrics could not be written: No space left on device" in view.notes

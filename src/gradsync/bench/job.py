@@ -55,7 +55,8 @@ class CollectivesResult:
 
 def run_bench(job: BenchJob) -> list[Timing] | int:
     """Return this rank's timings, or its peak memory in bytes if the job asks for that."""
-    result: list[Timing] | int = _on_rank(lambda: _bench(job))
+    workload = _workload(job)  # before the ranks meet: all fail alike
+    result: list[Timing] | int = _on_rank(lambda: _bench(job, workload))
     return result
 
 
@@ -71,8 +72,7 @@ def run_recording(job: RecordingJob) -> RecordingCost:
     return result
 
 
-def _bench(job: BenchJob) -> list[Timing] | int:
-    workload = _workload(job)
+def _bench(job: BenchJob, workload: Workload) -> list[Timing] | int:
     if job.measures_memory:
         return peak_memory(job.contestants[0], workload)
     return time_contestants(job.contestants, workload, job.num_rounds)

@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 
 from gradsync.cli.cores import num_cores
 from gradsync.cli.failures import describe, failure_of, keep_trace, record
-from gradsync.cli.main import EXIT_INTERRUPTED, EXIT_TERMINATED, fail
+from gradsync.cli.main import EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USAGE, fail
+from gradsync.cli.speaker import leave_with, let_speak
 from gradsync.comm.last_words import end_now, tell
 from gradsync.comm.watch import watch_of_world
 from gradsync.errors import ConfigError, GradsyncError
@@ -69,8 +71,10 @@ def join(config: TrainConfig) -> int:
     def give_up(error: Exception) -> NoReturn:
         failure = failure_of(rank, error)
         keep_trace(config, failure)
-        # What all ranks refused together is said once.
-        if rank == 0 or not failure.is_expected:
+        # What all ranks refuse together is said once; but rank 0 may be just the one that is lost.
+        if rank != 0 and failure.is_expected:
+            let_speak(failure.exit_code)
+        if rank == 0 or failure.exit_code != EXIT_USAGE:
             fail(_PROGRAM, describe(failure, config), failure.exit_code)
         end_now(failure.exit_code)
 
@@ -78,7 +82,11 @@ def join(config: TrainConfig) -> int:
         with listening(requests, _TORCHRUN_REPEAT_S):
             outcome = _train_in_group(config, requests, give_up)
     except Exception as error:  # noqa: BLE001
-        tell(error)
+        if isinstance(error, ConfigError) and not dist.is_initialized():
+            raise
+        if rank != 0:
+            leave_with(failure_of(rank, error).exit_code)
+        _tell_the_others(error)
         give_up(error)
     return exit_code(outcome)
 
@@ -103,8 +111,15 @@ def run_local_rank(config: TrainConfig, control: Path) -> Outcome:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGHUP, signal.SIGTERM})
             return _train_in_group(config, requests, give_up)
     except Exception as error:  # noqa: BLE001
-        tell(error)
+        _tell_the_others(error)
         give_up(error)
+
+
+def _tell_the_others(error: Exception) -> None:
+    watch = watch_of_world()
+    if watch is not None:
+        watch.when_stuck = None  # what the others tell meanwhile is not what this rank fails of
+    tell(error)
 
 
 def exit_code(outcome: Outcome) -> int:

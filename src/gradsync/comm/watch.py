@@ -107,7 +107,7 @@ class Watch:
         self._other_wait: OtherWait | None = None
         self._is_over = threading.Event()
         self._hurries = 0
-        self._known_since_s = 0.0
+        self._known_since_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="gradsync-watch", daemon=True)
         self._guard = threading.Thread(target=self._run_guard, name="gradsync-guard", daemon=True)
 

@@ -63,9 +63,27 @@ def load_corpus(
     return replace(_open_cache(inputs, tokenizer or "bytes", cache), name=name)
 
 
+def tokenizer_of(data: str, tokenizer: str | None = None) -> Tokenizer:
+    """Return the tokenizer that ``load_corpus`` would take; no text is read."""
+    if data != STDLIB and (Path(data) / MANIFEST).is_file():
+        return _own_tokenizer(Path(data), read_manifest(Path(data)), tokenizer)
+    return load_tokenizer(tokenizer or "bytes")
+
+
 def open_prepared(folder: Path, tokenizer: str | None = None) -> Corpus:
     """Open a folder of shards; naming another tokenizer than the folder's own is an error."""
     manifest = read_manifest(folder)
+    own = _own_tokenizer(folder, manifest, tokenizer)
+    return Corpus(
+        train=_open_source(folder, manifest, TRAIN),
+        val=_open_source(folder, manifest, VAL),
+        tokenizer=own,
+        name=str(folder),
+        notes=tuple(warn_of(manifest.commonest, own)),
+    )
+
+
+def _own_tokenizer(folder: Path, manifest: Manifest, tokenizer: str | None) -> Tokenizer:
     has_own_file = manifest.tokenizer == TOKENIZER_FILE
     own = load_tokenizer(str(folder / TOKENIZER_FILE) if has_own_file else manifest.tokenizer)
     if (own.vocab_size, own.end_of_text) != (manifest.vocab_size, manifest.end_of_text):
@@ -78,13 +96,7 @@ def open_prepared(folder: Path, tokenizer: str | None = None) -> Corpus:
             f"{folder} was prepared with the tokenizer {manifest.tokenizer!r}, not {tokenizer!r}; "
             f"leave the tokenizer out, or prepare the text again with the other one"
         )
-    return Corpus(
-        train=_open_source(folder, manifest, TRAIN),
-        val=_open_source(folder, manifest, VAL),
-        tokenizer=own,
-        name=str(folder),
-        notes=tuple(warn_of(manifest.commonest, own)),
-    )
+    return own
 
 
 def _check_is_text(path: Path) -> None:

@@ -17,9 +17,10 @@ const TIMELINE_WORDS = {
     carried: {"buckets": "桶", "control words": "控制字", "buckets and control words": "桶和控制字"},
   },
 };
+const darker = (colour) => `color-mix(in srgb, var(${colour}) 60%, var(--ink))`;
 const PHASE_COLOURS = {
   optimizer: "var(--c3)", data: "var(--c4)", forward: "var(--c2)", backward: "var(--c0)", finish: "var(--line)",
-  "forward and backward": "var(--c0)", "gradient norm": "var(--c2)", evaluation: "var(--c5)", checkpoint: "var(--c1)", sample: "var(--c5)", "between steps": "var(--line)",
+  "forward and backward": "var(--c0)", "gradient norm": "var(--c2)", evaluation: darker("--c2"), checkpoint: darker("--c4"), sample: darker("--c3"), "between steps": "var(--line)",
 };
 const LIGHT_PHASES = ["finish", "between steps"];
 

@@ -104,6 +104,7 @@ class Trainer:
         self._reason = StopReason.NONE
         self._val_loss: float | None = None
         self._evaluated_step = -1
+        self._saved_step = step  # what a resumed run has begun from
         self._skipped_in_a_row = 0
 
     def run(self) -> Outcome:
@@ -177,8 +178,7 @@ class Trainer:
         message = explain(parts.ranks, self.step + 1, found, grad_norm, verdict.non_finite_ranks, place)
         if self._config.non_finite == "stop":
             raise NonFiniteError(
-                f"{message}; the last checkpoint is from before it. "
-                f"Lower --lr, or skip such steps with --non-finite skip"
+                f"{message}; {self._last_checkpoint()}. Lower --lr, or skip such steps with --non-finite skip"
             )
         if self._skipped_in_a_row + 1 >= _MOST_SKIPPED_IN_A_ROW:
             raise NonFiniteError(
@@ -206,9 +206,20 @@ class Trainer:
             self._chores.finish_saving()
         except CheckpointError as error:
             self._chores.note(f"warning: {error}; training goes on, the next checkpoint is tried as usual")
-        self._chores.save(self.step, self._val_loss if self._evaluated_step == self.step else None)
-        if is_last:
-            self._chores.finish_saving()
+        try:
+            self._chores.save(self.step, self._val_loss if self._evaluated_step == self.step else None)
+            self._saved_step = self.step
+            if is_last:
+                self._chores.finish_saving()
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}; mend that (often: make room on the disk), and go on from the newest checkpoint with --resume"
+            ) from error
+
+    def _last_checkpoint(self) -> str:
+        return (
+            f"the last checkpoint is that of step {self._saved_step}" if self._saved_step else "no checkpoint is there"
+        )
 
     def _sample_if_due(self) -> str | None:
         if self._config.sample_tokens == 0 or not self._is_due(self._config.sample_every):
