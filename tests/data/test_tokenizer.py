@@ -38,6 +38,10 @@ def test_ids_are_in_the_vocabulary_and_never_end_a_text(tokenizer: Tokenizer, te
     assert tokenizer.end_of_text not in ids
 
 
+def test_what_utf_8_cannot_say_is_replaced(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode(tokenizer.encode("caf\udce9 \ud83d\ude00")) == "caf\ufffd \U0001f600"
+
+
 def test_the_end_of_text_is_shown(tokenizer: Tokenizer) -> None:
     ids = [*tokenizer.encode("a"), tokenizer.end_of_text, *tokenizer.encode("b")]
     assert tokenizer.decode(ids) == "a<|endoftext|>b"

@@ -9,7 +9,7 @@ import pytest
 
 from gradsync.errors import MissingExtraError
 from gradsync.observe.memory import resident_bytes
-from gradsync.observe.metrics import JsonLines, TensorBoard, forget_after, open_sinks, read_metrics
+from gradsync.observe.metrics import Forgiving, JsonLines, TensorBoard, forget_after, open_sinks, read_metrics
 from gradsync.observe.records import StepRecord
 
 
@@ -141,3 +141,25 @@ def test_a_line_that_a_full_disk_cut_short_spoils_no_other(tmp_path):
     assert [record["step"] for record in read_metrics(path)] == [1, 4]
     forget_after(path, 3)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1]
+
+
+def test_a_failing_sink_is_told_of_when_it_begins_and_when_it_ends():
+    class Sometimes:
+        def write(self, record):
+            if record.step in (2, 3, 4, 6):
+                raise OSError("no room")
+
+        def close(self):
+            raise OSError("no room")
+
+    told = []
+    sink = Forgiving(Sometimes(), told.append)
+    for step in range(1, 7):
+        sink.write(StepRecord(step, 1.5, 0.1, 2.0, 10.0))
+    sink.close()
+    assert told == [
+        "warning: metrics cannot be written, they are missing from step 2 on: no room",
+        "metrics of steps 2 to 4 are missing, later ones are written",
+        "warning: metrics cannot be written, they are missing from step 6 on: no room",
+        "warning: the last metrics could not be written: no room",
+    ]

@@ -34,6 +34,13 @@ def test_a_pipe_gets_what_was_written_and_a_terminal_what_is_harmless() -> None:
     assert "\x1b" not in fit_for(Terminal(), "\x1b[2J")
 
 
+@pytest.mark.parametrize(("encoding", "shown"), [("utf-8", "caf\u00e9 ? \u2192"), ("ascii", "caf? ? ?")])
+def test_what_an_encoding_cannot_say_is_no_error(encoding: str, shown: str) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding)
+    assert fit_for(stream, "caf\u00e9 \udcff \u2192") == shown
+    stream.write(fit_for(stream, "caf\u00e9 \udcff \u2192"))
+
+
 @pytest.mark.parametrize("mode", ["live", "plain"])
 def test_notes_and_errors_cannot_act(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
     from gradsync.cli.main import fail

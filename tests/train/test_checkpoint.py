@@ -158,6 +158,7 @@ def test_a_write_that_fails_leaves_the_earlier_ones(folder, monkeypatch):
         writer.save(2, {"value": torch.zeros(4)}, {})
     monkeypatch.undo()
     assert newest_intact(folder, pytest.fail).step == 1
+    assert [path.name for path in folder.iterdir()] == ["step-00000001"], "half a checkpoint takes the room of the next"
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "..", "sub/file"])

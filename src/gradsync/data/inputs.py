@@ -23,7 +23,7 @@ from gradsync.data.documents import (
     stdlib_folder,
     text_files,
 )
-from gradsync.data.records import is_encodable, read_dataset, read_jsonl, read_parquet, without_halves
+from gradsync.data.records import read_dataset, read_jsonl, read_parquet
 from gradsync.data.split import (
     FEWEST_FILES_TO_CHOOSE_FROM,
     TRAIN,
@@ -32,6 +32,7 @@ from gradsync.data.split import (
     cut_at_end,
     is_validation_record,
 )
+from gradsync.data.tokenizer import encodable
 from gradsync.errors import ConfigError, DataError
 
 STDLIB = "stdlib"
@@ -126,11 +127,11 @@ class Inputs:
         # Empty records take a number too: leaving one out must not move all others.
         for number, text in enumerate(self._records(intake)):
             if text:
-                if not is_encodable(text):
-                    text = without_halves(text)
+                mended = encodable(text)
+                if mended != text:
                     intake.replaced.append(f"record {number}")
                 is_val = is_validation_record(number, self.options.val_fraction)
-                yield from _pieces([text], VAL if is_val else TRAIN, is_end=True)
+                yield from _pieces([mended], VAL if is_val else TRAIN, is_end=True)
             else:
                 intake.num_empty += 1
 

@@ -52,20 +52,6 @@ def read_dataset(name: str, config: str | None, split: str, text_field: str) -> 
         yield _text_of(row, text_field, f"{name} (row {number})")
 
 
-def without_halves(text: str) -> str:
-    """Return the text with halves of surrogate pairs, which JSON can spell and UTF-8 cannot, as U+FFFD."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def is_encodable(text: str) -> bool:
-    """Whether a text has a form in UTF-8, as all text from files has."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _batches_of(file: Any, text_field: str, path: Path) -> Iterator[Any]:
     try:
         yield from file.iter_batches(batch_size=_ROWS_PER_READ, columns=[text_field])

@@ -7,7 +7,7 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -107,6 +107,37 @@ class WandB:
     def close(self) -> None:
         """Send what is left."""
         self._run.finish()
+
+
+class Forgiving:
+    """A sink whose failures end nothing: they are told when they begin, and what is missing when they end."""
+
+    def __init__(self, sink: Sink, tell: Callable[[str], None]) -> None:
+        self._sink = sink
+        self._tell = tell
+        self._first_missing: int | None = None
+
+    def write(self, record: StepRecord) -> None:
+        """Keep the record if that is possible."""
+        try:
+            self._sink.write(record)
+        except (OSError, MissingExtraError) as error:
+            if self._first_missing is None:
+                self._tell(f"warning: metrics cannot be written, they are missing from step {record.step} on: {error}")
+                self._first_missing = record.step
+            return
+        if self._first_missing is not None:
+            self._tell(
+                f"metrics of steps {self._first_missing} to {record.step - 1} are missing, later ones are written"
+            )
+            self._first_missing = None
+
+    def close(self) -> None:
+        """Write out what is still held if that is possible."""
+        try:
+            self._sink.close()
+        except OSError as error:
+            self._tell(f"warning: the last metrics could not be written: {error}")
 
 
 def open_sinks(folder: Path, tensorboard: bool, wandb: str | None, config: dict[str, Any]) -> list[Sink]:

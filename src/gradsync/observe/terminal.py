@@ -58,8 +58,10 @@ def lasting(stream: IO[str]) -> IO[str]:
 
 
 def fit_for(stream: IO[str], text: str) -> str:
-    """Return what may be written to a stream: the text itself, unless the stream is a terminal."""
-    return harmless(text) if stream.isatty() else text
+    """Return what may be written to a stream: the text itself, but for what its encoding or a terminal cannot take."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    writable = text.encode(encoding, "replace").decode(encoding)
+    return harmless(writable) if stream.isatty() else writable
 
 
 def say(text: str, stream: IO[str] | None = None, end: str = "\n") -> None:

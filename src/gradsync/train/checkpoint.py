@@ -106,11 +106,16 @@ class CheckpointFolder:
         """
         final = self._folder / f"{_PREFIX}{step:08d}"
         unfinished = self._folder / f"{_UNFINISHED}{final.name}"
-        self._on_first(lambda: _make_empty(unfinished))
-        save_tensors(unfinished, tensors, self._ranks.host_group)
-        written = together(self._ranks, lambda: self._describe_own(unfinished))
-        files = {name: entry for part in self._ranks.gather(written) for name, entry in part.items()}
-        self._on_first(lambda: self._publish(unfinished, final, step, facts, files))
+        try:
+            self._on_first(lambda: _make_empty(unfinished))
+            save_tensors(unfinished, tensors, self._ranks.host_group)
+            written = together(self._ranks, lambda: self._describe_own(unfinished))
+            files = {name: entry for part in self._ranks.gather(written) for name, entry in part.items()}
+            self._on_first(lambda: self._publish(unfinished, final, step, facts, files))
+        except CheckpointError:
+            if self._ranks.rank == 0:  # or it takes the room that the next one needs
+                shutil.rmtree(unfinished, ignore_errors=True)
+            raise
         return final
 
     def clean(self) -> None:

@@ -17,9 +17,9 @@ import torch
 from gradsync import __version__
 from gradsync.comm.watch import excused
 from gradsync.data.loader import evaluation_batches
-from gradsync.errors import CheckpointError, MissingExtraError, NonFiniteError
+from gradsync.errors import CheckpointError, NonFiniteError
 from gradsync.observe.memory import resident_bytes
-from gradsync.observe.metrics import Sink, forget_after, open_sinks
+from gradsync.observe.metrics import Forgiving, Sink, forget_after, open_sinks
 from gradsync.observe.peaks import peak_flops
 from gradsync.observe.progress import View
 from gradsync.observe.records import StepRecord
@@ -96,7 +96,8 @@ class Job:
             return outcome
         finally:
             self._writer.abandon()
-            self._close()
+            for sink in self._sinks:
+                sink.close()
 
     def evaluate(self) -> dict[str, float]:
         """Return the validation loss over all ranks, and the accuracy on completion tasks if there are any."""
@@ -169,10 +170,7 @@ class Job:
             flops = record.tokens_per_s * self._material.flops_per_token
             record = replace(record, mfu=flops / (self._peak_flops * self._place.ranks.world))
         for sink in self._sinks:
-            try:
-                sink.write(record)
-            except (OSError, MissingExtraError) as error:
-                self.note(f"warning: step {record.step} is missing from some metrics, they cannot be written: {error}")
+            sink.write(record)
         self._place.view.step(record, self._memory_bytes())
 
     def note(self, message: str) -> None:
@@ -184,13 +182,6 @@ class Job:
 
     def _claim_folder(self) -> FolderLock | None:
         return self._folder.create(self._config) if self._place.ranks.rank == 0 else None
-
-    def _close(self) -> None:
-        for sink in self._sinks:
-            try:
-                sink.close()
-            except OSError as error:
-                self.note(f"warning: the last metrics could not be written: {error}")
 
     def _parts(self) -> Parts:
         config, place, material = self._config, self._place, self._material
@@ -239,7 +230,8 @@ class Job:
             return
         forget_after(self._folder.metrics_file, step)
         config = self._config
-        self._sinks = open_sinks(self._folder.path, config.tensorboard, config.wandb, asdict(config))
+        sinks = open_sinks(self._folder.path, config.tensorboard, config.wandb, asdict(config))
+        self._sinks = [Forgiving(sink, self.note) for sink in sinks]
         self._folder.keep_tokenizer(getattr(self._material.corpus.tokenizer, "path", None))
         self._folder.append_start(
             {

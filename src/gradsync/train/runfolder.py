@@ -95,7 +95,7 @@ class RunFolder:
 
     def write_sample(self, step: int, text: str) -> None:
         """Keep a sample."""
-        (self.samples / f"step-{step:08d}.txt").write_text(text, encoding="utf-8")
+        (self.samples / f"step-{step:08d}.txt").write_text(text, encoding="utf-8", errors="replace")
 
 
 def check_usable(config: TrainConfig) -> None:

@@ -195,10 +195,15 @@ class Trainer:
             self._chores.finish_saving()
         except CheckpointError as error:
             self._chores.note(f"warning: {error}; training goes on, the next checkpoint is tried as usual")
-        self._chores.save(self.step, self._val_loss if self._evaluated_step == self.step else None)
-        self._saved_step = self.step
-        if is_last:
-            self._chores.finish_saving()
+        try:
+            self._chores.save(self.step, self._val_loss if self._evaluated_step == self.step else None)
+            self._saved_step = self.step
+            if is_last:
+                self._chores.finish_saving()
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}; mend that (often: make room on the disk), and go on from the newest checkpoint with --resume"
+            ) from error
 
     def _last_checkpoint(self) -> str:
         return (
