@@ -3,7 +3,6 @@
 import re
 
 import pytest
-from commands import gradsync
 
 from gradsync.cli.main import main
 
@@ -16,11 +15,9 @@ def make():
 """
 
 
-def test_a_users_model_is_explained_with_its_own_names(tmp_path):
+def test_a_users_model_is_explained_with_its_own_names(tmp_path, run_here):
     (tmp_path / "mine.py").write_text(FACTORY)
-    finished = gradsync(
-        "explain", "--model", "mine:make", "--steps", "3", "--lang", "zh", "--out", "p.html", cwd=tmp_path
-    )
+    finished = run_here("explain", "--model", "mine:make", "--steps", "3", "--lang", "zh", "--out", "p.html")
     assert finished.returncode == 0, finished.stderr
     verdict, path = finished.stdout.splitlines()
     assert "communication hidden" in verdict

@@ -17,10 +17,6 @@ def mean():
     return nn.Linear(4, 2), torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
 
 
-def wrong():
-    return (*mean(), lambda module, batch: module(batch).square().sum())
-
-
 def hopeless():
     def loss(module, batch):
         raise ValueError("not this one")
@@ -32,6 +28,8 @@ def broken():
     def loss(module, batch):
         if hasattr(module, "reducer") and module.reducer.sharding is not None:
             raise ZeroDivisionError("my loss fails under ZeRO")
+        if hasattr(module, "reducer") and len(batch) == 2 and module.require_backward_grad_sync:
+            return module(batch).square().sum()
         return module(batch).square().mean()
 
     return (*mean(), loss)
@@ -45,8 +43,8 @@ def folder(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_users_model_passes_and_what_needs_more_processes_is_said(folder):
-    done = gradsync("prove", "--model", "own:mean", "--nproc", "2", "--steps", "2", "--backend", "gloo", cwd=folder)
+def test_a_users_model_passes_and_what_needs_more_processes_is_said(folder, run_here):
+    done = run_here("prove", "--model", "own:mean", "--nproc", "2", "--steps", "2", "--backend", "gloo")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "7 of 7 rows passed" in done.stdout
     assert "left out: DDP on 4 (needs 4 processes; --nproc is 2)" in done.stdout
@@ -54,15 +52,12 @@ def test_a_users_model_passes_and_what_needs_more_processes_is_said(folder):
 
 
 @pytest.mark.slow
-def test_a_row_that_fails_is_named_and_the_others_go_on(folder):
-    arguments = ("--nproc", "2", "--steps", "1", "--backend", "gloo")
-    wrong = gradsync("prove", "--model", "own:wrong", *arguments, cwd=folder)
-    assert wrong.returncode == 1
-    assert "FAILED DDP on 2: " in wrong.stdout
-    broken = gradsync("prove", "--model", "own:broken", *arguments, cwd=folder)
-    assert broken.returncode == 1
-    assert "ZeroDivisionError: my loss fails under ZeRO" in broken.stdout
-    assert "6 of 7 rows passed" in broken.stdout
+def test_a_row_that_fails_is_named_and_the_others_go_on(folder, run_here):
+    done = run_here("prove", "--model", "own:broken", "--nproc", "2", "--steps", "1", "--backend", "gloo")
+    assert done.returncode == 1
+    assert "FAILED DDP, accumulation: the first parameter beyond tolerance is " in done.stdout
+    assert "FAILED ZeRO: --model own:broken: ZeroDivisionError: my loss fails under ZeRO (own.py:" in done.stdout
+    assert "5 of 7 rows passed" in done.stdout
 
 
 def test_a_model_that_fails_by_itself_is_no_row_that_fails(folder):

@@ -145,16 +145,14 @@ def test_a_killed_rank_is_named_and_the_command_fails(folder):
         wait_until(lambda: not session_members(process.pid), "every process has ended")
 
 
-@pytest.mark.parametrize("place", [0, -1], ids=["the first rank", "the last rank"])
-def test_a_stopped_rank_is_named_and_the_command_fails(folder, place):
+def test_a_stopped_rank_is_named_and_the_command_fails(folder):
     arguments = train_arguments("--run", "run", "--steps", "1000000", "--soft-limit", "2")
     with running(*arguments, cwd=folder) as process:
         wait_until(has_trained(folder / "run"), "the first step")
-        ranks = sorted(rank_processes(process.pid))
-        os.kill(ranks[place], signal.SIGSTOP)
+        os.kill(min(rank_processes(process.pid)), signal.SIGSTOP)
         _, err = process.communicate(timeout=60)
         assert process.returncode == 1
-        assert f"the odd one out is rank {place % 2}: it does not answer" in err
+        assert "the odd one out is rank 0: it does not answer" in err
         wait_until(lambda: not session_members(process.pid), "every process has ended")
 
 

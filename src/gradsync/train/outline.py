@@ -112,4 +112,5 @@ def _check_files(config: TrainConfig) -> None:
 
 
 def _alternatives(found: str, world: int) -> str:
-    return f"; what works with {world}: {found}" if found else f"; with {world} there is no other way for this model"
+    none = f"with {world} no degrees work for this model and this step"
+    return f"; what works with {world}: {found}" if found else f"; {none}"
