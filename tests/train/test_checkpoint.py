@@ -1,11 +1,13 @@
 """Checkpoints on disk: whole or absent, verified, the newest intact one found, the right ones kept."""
 
+import errno
 import json
 
 import pytest
 import torch
 
 from gradsync.errors import CheckpointError
+from gradsync.train import checkpoint as checkpoints
 from gradsync.train.checkpoint import (
     MANIFEST_NAME,
     CheckpointFolder,
@@ -73,6 +75,21 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(folder, damage, 
     assert newest_intact(folder, complaints.append).step == 1
     assert len(complaints) == 1
     assert name in complaints[0]
+
+
+def test_a_checkpoint_that_cannot_be_read_is_passed_over(folder, monkeypatch):
+    save(folder, [1, 2])
+    read = checkpoints._sha256
+
+    def failing(path):
+        if "step-00000002" in str(path):
+            raise OSError(errno.EIO, "Input/output error")
+        return read(path)
+
+    monkeypatch.setattr(checkpoints, "_sha256", failing)
+    complaints = []
+    assert newest_intact(folder, complaints.append).step == 1
+    assert complaints[0].endswith("cannot be read: Input/output error")
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"format": "x"}'])

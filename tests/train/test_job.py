@@ -350,3 +350,15 @@ def test_metrics_that_cannot_be_written_end_no_run(folder, monkeypatch):
     (told,) = [note for note in view.notes if "metrics cannot be written" in note]
     assert told.endswith("they are missing from step 1 on: No space left on device")
     assert "warning: the last metrics could not be written: No space left on device" in view.notes
+
+
+def test_a_run_of_which_no_checkpoint_is_intact_is_not_begun_anew(folder):
+    config = options_for(folder, stop_after=3)
+    train(config)
+    for path in (Path(config.run) / "checkpoints").glob("step-*/__0_0.distcp"):
+        path.write_bytes(b"")
+    view = Notebook()
+    with pytest.raises(CheckpointError, match=r"none of the 1 checkpoint\(s\) in .* is intact; put back one"):
+        train(replace(config, resume=True, stop_after=None), view=view)
+    assert "has 0 bytes instead of" in view.notes[-1]
+    assert len(losses(config)) == 3

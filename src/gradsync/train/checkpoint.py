@@ -69,17 +69,18 @@ class Checkpoint:
         """Compare every file with the manifest.
 
         Raises:
-            CheckpointError: a file is missing, cut short or changed.
+            CheckpointError: a file is missing, cut short, changed or cannot be read.
         """
         for name, expected in self.files.items():
             path = self.folder / name
-            if not path.is_file():
-                raise CheckpointError(f"{path} is missing")
-            size = path.stat().st_size
-            if size != expected["bytes"]:
-                raise CheckpointError(f"{path} has {size} bytes instead of {expected['bytes']}")
-            if _sha256(path) != expected["sha256"]:
-                raise CheckpointError(f"{path} was changed: its checksum is not the manifest's")
+            try:
+                size = path.stat().st_size
+                if size != expected["bytes"]:
+                    raise CheckpointError(f"{path} has {size} bytes instead of {expected['bytes']}")
+                if _sha256(path) != expected["sha256"]:
+                    raise CheckpointError(f"{path} was changed: its checksum is not the manifest's")
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return names and shapes of the tensors held."""
@@ -163,10 +164,15 @@ class CheckpointFolder:
             raise CheckpointError(f"{self._folder} could not be written: {error}") from error
 
 
+def all_of(folder: Path) -> list[Path]:
+    """Return every checkpoint that was written to its end, intact or not, the newest first."""
+    return sorted(folder.glob(f"{_PREFIX}*"), reverse=True)
+
+
 def list_checkpoints(folder: Path) -> list[Checkpoint]:
     """Return the checkpoints whose manifest can be read, the newest first."""
     found = []
-    for path in sorted(folder.glob(f"{_PREFIX}*"), reverse=True):
+    for path in all_of(folder):
         try:
             found.append(open_checkpoint(path))
         except CheckpointError:
@@ -182,7 +188,7 @@ def best_of(checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
 
 def newest_intact(folder: Path, complain: Callable[[str], None]) -> Checkpoint | None:
     """Return the newest checkpoint that is intact; those that are not are complained about and passed over."""
-    for path in sorted(folder.glob(f"{_PREFIX}*"), reverse=True):
+    for path in all_of(folder):
         try:
             checkpoint = open_checkpoint(path)
             checkpoint.verify()

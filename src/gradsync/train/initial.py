@@ -12,7 +12,7 @@ from gradsync.train.checkpoint import MANIFEST_NAME, list_checkpoints, open_chec
 from gradsync.train.config import TrainConfig, flag
 from gradsync.train.outline import shape_of
 from gradsync.train.runfolder import RunFolder
-from gradsync.train.trained import load_trained
+from gradsync.train.trained import load_trained, shape_of_checkpoint
 
 
 def initial_model(config: TrainConfig, tokenizer: Tokenizer) -> GPT2:
@@ -81,18 +81,18 @@ def _shape_of_resumed(config: TrainConfig) -> GPT2Config | None:
     if not config.resume or config.run is None:
         return None
     newest = next(iter(list_checkpoints(RunFolder(config.run).checkpoints)), None)
-    return None if newest is None else GPT2Config(**newest.facts["model"])
+    return None if newest is None else shape_of_checkpoint(newest)
 
 
 def _read_shape(source: Path) -> GPT2Config:
     """Read the shape alone: no weights, and nothing is verified."""
     if (source / MANIFEST_NAME).is_file():
-        return GPT2Config(**open_checkpoint(source).facts["model"])
+        return shape_of_checkpoint(open_checkpoint(source))
     if RunFolder(source).config_file.is_file():
         found = list_checkpoints(RunFolder(source).checkpoints)
         if not found:
             raise CheckpointError(f"--init-from {source} holds no checkpoint; train it first, or give another run")
-        return GPT2Config(**found[0].facts["model"])
+        return shape_of_checkpoint(found[0])
     if (source / "config.json").is_file():
         from gradsync.model.huggingface import read_config
 

@@ -26,7 +26,7 @@ from gradsync.observe.records import StepRecord
 from gradsync.train.assemble import Assembly, assemble, remarks
 from gradsync.train.background import BackgroundWriter
 from gradsync.train.build import build, check_same_data, fingerprint
-from gradsync.train.checkpoint import CheckpointFolder, newest_intact, open_checkpoint
+from gradsync.train.checkpoint import CheckpointFolder, all_of, newest_intact, open_checkpoint
 from gradsync.train.completions import completion_accuracy
 from gradsync.train.config import TrainConfig
 from gradsync.train.evaluate import Evaluation, evaluate
@@ -218,6 +218,13 @@ class Job:
             return None
         with excused("looking for an intact checkpoint"):
             checkpoint = newest_intact(self._folder.checkpoints, self.note)
+        damaged = all_of(self._folder.checkpoints)
+        if checkpoint is None and damaged:
+            # To begin anew would throw away what may still be saved.
+            raise CheckpointError(
+                f"none of the {len(damaged)} checkpoint(s) in {self._folder.checkpoints} is intact; put back one that "
+                f"is, or remove them to start again from step 0"
+            )
         return checkpoint.folder if checkpoint else None
 
     def _load(self, path: Path) -> int:

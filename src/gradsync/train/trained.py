@@ -81,15 +81,33 @@ def _best(folder: Path) -> Checkpoint:
     return best
 
 
-def _model(checkpoint: Checkpoint) -> GPT2:
-    """Return an untrained model of the form that a checkpoint says it has."""
+def shape_of_checkpoint(checkpoint: Checkpoint) -> GPT2Config:
+    """Return the form of the model that a checkpoint is of.
+
+    Raises:
+        CheckpointError: its manifest names none.
+    """
     form = checkpoint.fact("model", dict)
     try:
-        return GPT2(GPT2Config(**form))
+        return GPT2Config(**form)
+    except (TypeError, ValueError) as error:
+        raise _no_model(checkpoint, error) from error
+
+
+def _model(checkpoint: Checkpoint) -> GPT2:
+    """Return an untrained model of the form that a checkpoint says it has."""
+    shape = shape_of_checkpoint(checkpoint)
+    try:
+        return GPT2(shape)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise CheckpointError(
-            f"{checkpoint.folder / MANIFEST_NAME} is damaged: there is no model of the form {form}: {error}"
-        ) from error
+        raise _no_model(checkpoint, error) from error
+
+
+def _no_model(checkpoint: Checkpoint, error: Exception) -> CheckpointError:
+    form = checkpoint.fact("model", dict)
+    return CheckpointError(
+        f"{checkpoint.folder / MANIFEST_NAME} is damaged: there is no model of the form {form}: {error}"
+    )
 
 
 def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
