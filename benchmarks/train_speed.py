@@ -4,8 +4,9 @@
 
 The model of nanoGPT's example for CPUs (4 layers, 4 heads, 128 wide, context 64, 12 sequences a step, float32), on text
 as bytes. In alternating rounds: the bare loop on as many threads as the machine has cores, the bare loop on one thread,
-and ``gradsync train`` with one process a core. Tokens a second are medians over the steps of a round, without its first
-ones.
+one bare loop a core at the same time, each with its share of the sequences and no word between them (what ``gradsync
+train`` could reach if synchronisation and loop took nothing), and ``gradsync train`` with one process a core. Tokens a
+second are medians over the steps of a round, without its first ones.
 """
 
 import argparse
@@ -29,15 +30,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--bare", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--sequences", type=int, default=_SEQUENCES, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.bare is not None:
-        print(bare_loop(given.bare, given.steps))
+        print(bare_loop(given.bare, given.steps, given.sequences))
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     speeds: dict[str, list[float]] = {}
     for _ in range(given.rounds):
         for threads in (cores, 1):
-            speeds.setdefault(f"bare loop, {threads} thread(s)", []).append(_in_a_process(threads, given.steps))
+            speeds.setdefault(f"bare loop, {threads} thread(s)", []).append(_in_processes(1, threads, given.steps))
+        speeds.setdefault(f"{cores} bare loops, no words", []).append(_in_processes(cores, 1, given.steps))
         speeds.setdefault(f"gradsync train, {cores} process(es)", []).append(_train(cores, given.steps))
     reference, *_ = (statistics.median(samples) for samples in speeds.values())
     for name, samples in speeds.items():
@@ -47,7 +50,7 @@ def main() -> None:
         )
 
 
-def bare_loop(threads: int, steps: int) -> float:
+def bare_loop(threads: int, steps: int, sequences: int) -> float:
     """Return the tokens a second of a loop with nothing in it but the model."""
     import torch
 
@@ -62,7 +65,7 @@ def bare_loop(threads: int, steps: int) -> float:
     seconds = []
     for _ in range(steps):
         start_s = time.perf_counter()
-        starts = torch.randint(len(data) - _CONTEXT - 1, (_SEQUENCES,)).tolist()
+        starts = torch.randint(len(data) - _CONTEXT - 1, (sequences,)).tolist()
         inputs = torch.stack([data[start : start + _CONTEXT] for start in starts])
         targets = torch.stack([data[start + 1 : start + 1 + _CONTEXT] for start in starts])
         optimizer.zero_grad(set_to_none=True)
@@ -70,13 +73,17 @@ def bare_loop(threads: int, steps: int) -> float:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         seconds.append(time.perf_counter() - start_s)
-    return _TOKENS / statistics.median(seconds[_WARMUP:])
+    return sequences * _CONTEXT / statistics.median(seconds[_WARMUP:])
 
 
-def _in_a_process(threads: int, steps: int) -> float:
+def _in_processes(count: int, threads: int, steps: int) -> float:
+    """Return the tokens a second of bare loops that run at the same time and share a step's sequences."""
     command = [sys.executable, __file__, "--bare", str(threads), "--steps", str(steps)]
+    command += ["--sequences", str(_SEQUENCES // count)]
     environment = {**_environment(), "OMP_NUM_THREADS": str(threads)}
-    return float(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
+    loops = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(count)]
+    outputs = [loop.communicate()[0] for loop in loops]
+    return sum(map(float, outputs))
 
 
 def _train(cores: int, steps: int) -> float:

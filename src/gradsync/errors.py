@@ -4,6 +4,10 @@ Every message says what happened, what was seen, what was expected and what to d
 names the rank where ranks matter. Nothing here imports torch.
 """
 
+import sysconfig
+import traceback
+from pathlib import Path
+
 
 class GradsyncError(Exception):
     """Base of everything that gradsync raises on purpose."""
@@ -49,5 +53,23 @@ class MissingExtraError(GradsyncError, ImportError):
     """An optional package is not installed; the message names the extra that brings it."""
 
 
+class UserCodeError(GradsyncError):
+    """A function of the user's has raised; the message has its exception, and the last line of the user's that ran."""
+
+
 class NonFiniteError(GradsyncError, ArithmeticError):
     """A step's loss or gradient is infinite or not a number on some rank, and the run is to stop then."""
+
+
+def in_users_words(error: BaseException) -> str:
+    """Return an exception in one line: type, text, and the last line that ran and is neither a library's nor ours."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_library(frame.filename)]
+    if not own:
+        return text
+    return f"{text} ({Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}: {own[-1].line})"
+
+
+def _is_library(filename: str) -> bool:
+    folders = (str(Path(__file__).parent), *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib")))
+    return filename.startswith((*folders, "<")) or "site-packages" in Path(filename).parts

@@ -3,7 +3,6 @@
 import re
 
 import pytest
-from commands import gradsync
 
 from gradsync.cli.main import main
 
@@ -16,11 +15,9 @@ def make():
 """
 
 
-def test_a_users_model_is_explained_with_its_own_names(tmp_path):
+def test_a_users_model_is_explained_with_its_own_names(tmp_path, run_here):
     (tmp_path / "mine.py").write_text(FACTORY)
-    finished = gradsync(
-        "explain", "--model", "mine:make", "--steps", "3", "--lang", "zh", "--out", "p.html", cwd=tmp_path
-    )
+    finished = run_here("explain", "--model", "mine:make", "--steps", "3", "--lang", "zh", "--out", "p.html")
     assert finished.returncode == 0, finished.stderr
     verdict, path = finished.stdout.splitlines()
     assert "communication hidden" in verdict
@@ -36,6 +33,19 @@ def test_a_users_model_is_explained_with_its_own_names(tmp_path):
         ("used_nowhere", "None", "None"),
         ("used_nowhere", "None", "None"),
     ]
+
+
+@pytest.mark.parametrize("command", ["explain", "bench", "prove"])
+def test_an_exception_in_the_users_function_is_one_line_with_their_line(tmp_path, monkeypatch, capsys, command):
+    (tmp_path / "users_failing.py").write_text("def make():\n    return [][0]\n")
+    monkeypatch.chdir(tmp_path)
+    for module in ("explain", "bench"):
+        monkeypatch.setattr(f"gradsync.cli.{module}.run_ranks", lambda entry, nproc, job: entry(job))
+    assert main([command, "--model", "users_failing:make"]) == 1
+    assert capsys.readouterr().err == (
+        f"gradsync {command}: error: --model users_failing:make: IndexError: list index out of range "
+        f"(users_failing.py:2 in make: return [][0])\n"
+    )
 
 
 def test_a_factory_that_is_not_there_is_refused_in_one_line(tmp_path, monkeypatch, capsys):

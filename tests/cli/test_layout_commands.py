@@ -5,6 +5,8 @@ import json
 import pytest
 from commands import SMALL, gradsync
 
+from gradsync.cli.main import main
+
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 
@@ -12,11 +14,11 @@ def losses(run):
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_changes_its_layout_and_computes_the_same(tmp_path):
+def test_a_run_changes_its_layout_and_computes_the_same(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("".join(f"The {n}th line of {n * n} lines.\n" for n in range(400)))
     small = ["train", "--data", "text.txt", *SMALL, "--layers", "2", "--steps", "4"]
-    alone = gradsync(*small, "--run", "alone", "--nproc", "1", cwd=tmp_path)
-    assert alone.returncode == 0, alone.stderr
+    monkeypatch.chdir(tmp_path)
+    assert main([*small, "--run", "alone", "--nproc", "1"]) == 0  # in this process
     first = gradsync(*small, "--run", "spread", "--nproc", "2", "--strategy", "fsdp", "--stop-after", "2", cwd=tmp_path)
     assert first.returncode == 0, first.stderr
     assert "layout: fsdp; 2 replica(s) x 1 share(s) x 1 stage(s)" in first.stderr

@@ -39,10 +39,20 @@ def test_errors_are_one_line_with_their_exit_code(monkeypatch, capsys, error, co
     assert capsys.readouterr().err == f"gradsync train: error: {error}\n"
 
 
+WRONG = [
+    "['train', '--stepz', '1']",
+    "['train', '--device', 'cpu', '--heads', '3']",
+    "['train', '--device', 'cpu', '--nproc', '3', '--tp', '2']",
+    "['train', '--device', 'cpu', '--nproc', '8', '--pp', '8']",
+    "['train', '--device', 'cpu', '--data', 'no/such/folder']",
+    "['train', '--dry-run', '--device', 'cpu', '--heads', '3']",
+]
+
+
 def test_help_and_usage_errors_never_import_torch():
-    lines = ["['--help']", *(f"['{name}', '--help']" for name in COMMANDS), "['train', '--stepz', '1']"]
     script = "import sys\nfrom gradsync.cli.main import main\n"
-    for line in lines:
+    for line in ["['--help']", *(f"['{name}', '--help']" for name in COMMANDS)]:
         script += f"try:\n    main({line})\nexcept SystemExit:\n    pass\n"
+    script += "".join(f"assert main({line}) == 2\n" for line in WRONG)
     script += "assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=60)

@@ -17,14 +17,19 @@ def mean():
     return nn.Linear(4, 2), torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
 
 
-def wrong():
-    return (*mean(), lambda module, batch: module(batch).square().sum())
+def hopeless():
+    def loss(module, batch):
+        raise ValueError("not this one")
+
+    return (*mean(), loss)
 
 
 def broken():
     def loss(module, batch):
         if hasattr(module, "reducer") and module.reducer.sharding is not None:
             raise ZeroDivisionError("my loss fails under ZeRO")
+        if hasattr(module, "reducer") and len(batch) == 2 and module.require_backward_grad_sync:
+            return module(batch).square().sum()
         return module(batch).square().mean()
 
     return (*mean(), loss)
@@ -38,8 +43,8 @@ def folder(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_users_model_passes_and_what_needs_more_processes_is_said(folder):
-    done = gradsync("prove", "--model", "own:mean", "--nproc", "2", "--steps", "2", "--backend", "gloo", cwd=folder)
+def test_a_users_model_passes_and_what_needs_more_processes_is_said(folder, run_here):
+    done = run_here("prove", "--model", "own:mean", "--nproc", "2", "--steps", "2", "--backend", "gloo")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "7 of 7 rows passed" in done.stdout
     assert "left out: DDP on 4 (needs 4 processes; --nproc is 2)" in done.stdout
@@ -47,15 +52,19 @@ def test_a_users_model_passes_and_what_needs_more_processes_is_said(folder):
 
 
 @pytest.mark.slow
-def test_a_row_that_fails_is_named_and_the_others_go_on(folder):
-    arguments = ("--nproc", "2", "--steps", "1", "--backend", "gloo")
-    wrong = gradsync("prove", "--model", "own:wrong", *arguments, cwd=folder)
-    assert wrong.returncode == 1
-    assert "FAILED DDP on 2: " in wrong.stdout
-    broken = gradsync("prove", "--model", "own:broken", *arguments, cwd=folder)
-    assert broken.returncode == 1
-    assert "ZeroDivisionError: my loss fails under ZeRO" in broken.stdout
-    assert "6 of 7 rows passed" in broken.stdout
+def test_a_row_that_fails_is_named_and_the_others_go_on(folder, run_here):
+    done = run_here("prove", "--model", "own:broken", "--nproc", "2", "--steps", "1", "--backend", "gloo")
+    assert done.returncode == 1
+    assert "FAILED DDP, accumulation: the first parameter beyond tolerance is " in done.stdout
+    assert "FAILED ZeRO: --model own:broken: ZeroDivisionError: my loss fails under ZeRO (own.py:" in done.stdout
+    assert "5 of 7 rows passed" in done.stdout
+
+
+def test_a_model_that_fails_by_itself_is_no_row_that_fails(folder):
+    done = gradsync("prove", "--model", "own:hopeless", "--nproc", "1", "--backend", "gloo", cwd=folder)
+    assert (done.returncode, done.stdout) == (1, "")
+    told = "gradsync prove: error: --model own:hopeless: ValueError: not this one (own.py:"
+    assert [line for line in done.stderr.splitlines() if told in line] == done.stderr.splitlines()[-1:]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +72,8 @@ def test_a_row_that_fails_is_named_and_the_others_go_on(folder):
     [
         (["--nproc", "0"], "--nproc and --steps must be at least 1"),
         (["--model", "nowhere:f"], "give MODULE:FUNCTION"),
-        (["--backend", "tin-cans"], "--backend tin-cans"),
+        (["--device", "cuda", "--nproc", "999"], "lower --nproc"),
+        (["--backend", "tin-cans"], "backend 'tin-cans' is unknown"),
     ],
 )
 def test_refusals_come_before_anything_is_started(capsys, monkeypatch, arguments, message):

@@ -11,8 +11,18 @@ def printed(capsys, *arguments) -> dict:
     return yaml.safe_load(capsys.readouterr().out)
 
 
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    """A folder to start from, where nothing can be started; there is a tokenizer that ends no text in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("gradsync.cli.train._start_ranks", lambda *_: pytest.fail("started"))
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save("endless.json")
+    return tmp_path
+
+
 def refused(capsys, *arguments) -> str:
-    assert main(["train", *arguments]) in (1, 2)
+    assert main(["train", *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1
@@ -44,17 +54,42 @@ def test_what_is_printed_can_be_read_back(capsys, tmp_path):
         (["--preset", "huge"], "--preset is 'huge'; expected one of tiny, "),
         (["--micro-batch", "x"], "--micro-batch is 'x'; expected a whole number or null"),
         (["text.txt"], "unexpected argument 'text.txt'"),
-        (["--batch-tokens", "1000", "--nproc", "2"], "the nearest values that do: 768 or 1024"),
-        (["--nproc", "3", "--tp", "2"], "what works with 3: --dp 3 --tp 1 --pp 1;"),
+        (
+            ["--batch-tokens", "1000", "--nproc", "2"],
+            "context 128 x 2 replica(s) = 256 tokens; the nearest values that do: 768 or 1024",
+        ),
+        (
+            ["--batch-tokens", "2048", "--nproc", "4", "--pp", "2", "--micro-batch", "3"],
+            "x 2 replica(s) x micro-batch 3",
+        ),
+        (["--hellaswag", "no/such/file"], "--hellaswag no/such/file: there is no such file"),
+        (["--tokenizer", "endless.json"], "endless.json has no token that ends a text"),
+        (["--tokenizer", "no/such/file"], "unknown tokenizer"),
+        (["--init-from", "."], "neither a run folder nor a Hugging Face folder"),
+        (["--backend", "tin-cans"], "backend 'tin-cans' is unknown"),
+        (["--device", "cuda", "--nproc", "999"], "CUDA device"),
+        (["--nproc", "3", "--tp", "2"], "and there are 3; what works with 3: --dp 1 --tp 1 --pp 3\n"),
         (["--nproc", "2", "--dp", "2", "--pp", "2"], "--dp 2 x --tp 1 x --pp 2 is 4"),
-        (["--nproc", "2", "--tp", "2", "--strategy", "zero"], "take --strategy fsdp, --strategy ddp, or --tp 1 --pp 1"),
+        (["--nproc", "7", "--tp", "2"], "with 7 no degrees work for this model and this step\n"),
+        (["--tp", "2"], "--tp 2 does not divide the model's 5 heads"),
+        (["--heads", "3"], "width 160 does not divide by 3 heads"),
+        (["--pp", "8", "--nproc", "8"], "makes 8 stages, and the model has 4 layer(s)"),
+        (["--pp", "4", "--schedule", "interleaved"], "makes 8 stages"),
+        (["--nproc", "2", "--pp", "2", "--micro-batch", "16"], "needs at least 2 micro-batches a step"),
+        (
+            ["--nproc", "2", "--tp", "2", "--strategy", "zero"],
+            "or --strategy ddp; what works with 2: --dp 2 --tp 1 --pp 1\n",
+        ),
         (["--strategy", "magic"], "--strategy is 'magic'; expected one of ddp, zero, fsdp"),
         (["--data", "no/such/file"], "--data no/such/file does not exist"),
         (["--config", "no/such/file"], "--config no/such/file cannot be read"),
     ],
 )
-def test_refusals_are_one_line(capsys, tmp_path, arguments, message):
-    assert message in refused(capsys, *arguments)
+def test_refusals_are_one_line_whether_it_is_to_run_or_not(capsys, folder, arguments, message):
+    told = refused(capsys, *arguments)
+    assert message in told
+    assert refused(capsys, *arguments, "--dry-run") == told
+    assert sorted(path.name for path in folder.iterdir()) == ["endless.json"]
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@
 import io
 import json
 import math
+import subprocess
 import sys
 
 import pytest
+from commands import environment
 
 from gradsync.cli.main import main
 from gradsync.data.corpus import load_corpus
@@ -128,3 +130,27 @@ def test_an_exported_run_is_a_hugging_face_folder_that_training_starts_from(caps
 def test_what_does_not_fit_the_weights_is_refused(folder, run, tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
         train(options_for(folder, **{"run": str(tmp_path / "run"), "init_from": run, **options}))
+
+
+def test_an_export_without_room_leaves_nothing(capsys, run, tmp_path, monkeypatch):
+    safetensors = pytest.importorskip("safetensors.torch")
+    (tmp_path / "file").write_text("")
+    assert "cannot be written" in failure(capsys, "export", run, "--out", str(tmp_path / "file" / "exported"))
+
+    def full(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise RuntimeError("I/O error: No space left on device")
+
+    monkeypatch.setattr(safetensors, "save_file", full)
+    assert "No space left" in failure(capsys, "export", run, "--out", str(tmp_path / "exported"))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(folder, run):
+    command = [sys.executable, "-m", "gradsync", "sample", run, "--max-tokens", "100000"]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.read(20)
+        process.stdout.close()
+        errors = process.stderr.read().decode()
+    assert errors.startswith("from ") and len(errors.splitlines()) == 1
+    assert process.returncode == 1

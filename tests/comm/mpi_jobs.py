@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shm_jobs import new_group, shm_group
-from test_shm_clients import assert_close, averaged, batch, make_model, train
+from shm_jobs import assert_close, averaged, batch, make_model, new_group, shm_group, train
 
 import gradsync
 from gradsync.comm.mpi_group import MpiGroup

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from gradsync.comm.diagnosis import diagnose, odd_ones
-from gradsync.comm.ledger import Place
+from gradsync.comm.ledger import BEFORE_FIRST_PASS, Place
 
 WAITING = Place(4, "backward", 1, 3.0, "", ("train.py:9 in step: loss.backward()",))
 
@@ -60,6 +60,30 @@ def test_if_all_wait_the_one_in_another_place_is_odd(other: Place, what: str) ->
     odd, cause = odd_ones([0, 1, 2], {0: WAITING, 1: other, 2: WAITING}, [])
     assert odd == [1]
     assert what in cause and "skipped a backward" in cause
+
+
+def test_a_collective_of_ones_own_is_odd_where_the_others_are_in_the_engine() -> None:
+    alone = Place(4, "backward", None, 3.0, "", ("train.py:8 in main: dist.barrier()",), collective="barrier")
+    odd, cause = odd_ones([0, 1, 2], {0: WAITING, 1: WAITING, 2: alone}, [])
+    assert odd == [2]
+    assert "it is in a collective that the others did not issue (barrier)" in cause
+
+
+def test_a_loop_that_tells_its_step_is_quoted() -> None:
+    stage = Place(0, BEFORE_FIRST_PASS, waited_s=3.0, loop="step 7, forward and backward", collective="recv")
+    late = Place(0, BEFORE_FIRST_PASS, stack=("loader.py:3 in next_step: x",), loop="step 7, data")
+    text = diagnose([0, 1], {0: stage, 1: late}, [], 3.0, 0)
+    assert "rank 0: step 7, forward and backward (waiting in recv for 3.0 s)" in text
+    assert "rank 1: step 7, data\n" in text
+    assert "the odd one out is rank 1: its data loader has no batch ready" in text
+
+
+def test_if_all_wait_in_collectives_the_step_tells_them_apart_or_nothing_does() -> None:
+    here = Place(0, BEFORE_FIRST_PASS, waited_s=3.0, loop="step 7, data", collective="recv")
+    there = Place(0, BEFORE_FIRST_PASS, waited_s=3.0, loop="step 8, data", collective="recv")
+    assert odd_ones([0, 1, 2], {0: here, 1: here, 2: there}, [])[0] == [2]
+    odd, cause = odd_ones([0, 1], {0: here, 1: here}, [])
+    assert odd == [] and "compare the stacks" in cause
 
 
 def test_if_all_wait_in_the_same_place_nobody_is_blamed() -> None:

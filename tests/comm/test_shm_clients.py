@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
-from shm_jobs import new_group, shm_group
+from shm_jobs import assert_close, averaged, make_model, new_group, shm_group, train
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,41 +20,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from rank_pool import RankPool
-
-
-def make_model(width: int = 16) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 4))
-
-
-def batch(rank: int, step: int = 0) -> torch.Tensor:
-    return torch.randn(6, 8, generator=torch.Generator().manual_seed(100 * rank + step))
-
-
-def train(model: nn.Module, rank: int, steps: int = 3) -> list[torch.Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(steps):
-        optimizer.zero_grad()
-        model(batch(rank, step)).square().mean().backward()
-        optimizer.step()
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def averaged(world: int, steps: int = 3) -> list[torch.Tensor]:
-    """The parameters after training one process on the batches of all ranks."""
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss = sum(model(batch(rank, step)).square().mean() for rank in range(world)) / world
-        loss.backward()
-        optimizer.step()
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def assert_close(actual: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
-    for one, other in zip(actual, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 def torch_ddp(rank: int, world: int) -> None:

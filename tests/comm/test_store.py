@@ -1,7 +1,6 @@
 """The store listens where it was told to and nowhere else."""
 
 import os
-import socket
 import sys
 from datetime import timedelta
 
@@ -9,7 +8,7 @@ import pytest
 
 from gradsync.comm.interfaces import interfaces
 from gradsync.comm.store import open_store, resolve, serve_store
-from listening import addresses
+from listening import addresses, free_port
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's tables of sockets")
 
@@ -27,12 +26,6 @@ def test_it_listens_on_the_chosen_address_alone(address: str) -> None:
     assert addresses([os.getpid()]) - before == {(address, store.port)}
     store.set("key", "value")
     assert store.get("key") == b"value"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize("address", own_addresses())

@@ -174,7 +174,7 @@ def test_what_is_not_utf8_is_replaced_and_said(tmp_path: Path) -> None:
     path.write_bytes("café".encode("latin-1"))
     corpus = load_corpus(str(path), val_fraction=0.0)
     assert _text(corpus, "train") == "caf\ufffd<|endoftext|>"
-    assert corpus.notes == (f"bytes that are not UTF-8 became U+FFFD in {path}",)
+    assert corpus.notes == (f"what UTF-8 cannot say became U+FFFD in {path}",)
 
 
 def test_binary_and_hidden_files_of_a_folder_are_left_out(folder: Path) -> None:
@@ -226,3 +226,25 @@ def test_what_does_not_exist_is_refused(tmp_path: Path) -> None:
 def test_a_fraction_that_cannot_be_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="validation fraction must be in"):
         load_corpus(str(folder), val_fraction=1.0)
+
+
+def test_half_a_surrogate_pair_becomes_a_replacement_and_is_noted(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "whole \\ud83d\\ude00"}\n{"text": "half \\ud83d, and on"}\n')
+    corpus = load_corpus(str(path), val_fraction=0.0)
+    assert _text(corpus, "train") == "whole \U0001f600<|endoftext|>half \ufffd, and on<|endoftext|>"
+    assert corpus.notes == ("what UTF-8 cannot say became U+FFFD in record 1",)
+
+
+@pytest.mark.parametrize("left", ["train-00000.tokens", "train-00000.tokens.unfinished", "journal.json"])
+def test_what_was_not_prepared_to_the_end_is_no_text(tmp_path: Path, left: str) -> None:
+    (tmp_path / left).write_text('{"batches": 64}')
+    with pytest.raises(DataError, match=r"no manifest\.json: it was not prepared to the end"):
+        load_corpus(str(tmp_path))
+
+
+def test_a_shard_by_itself_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "train-00000.tokens"
+    path.write_bytes(b"GRDSYNCT" + bytes(100))
+    with pytest.raises(DataError, match="is one token shard; name the folder"):
+        load_corpus(str(path))

@@ -95,3 +95,12 @@ def test_a_file_that_shrinks_meanwhile_is_an_error(tmp_path: Path) -> None:
 def test_a_file_that_is_gone_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"cannot read .*gone\.txt"):
         list(read_text(tmp_path / "gone.txt", 0, 10, Intake()))
+
+
+def test_one_huge_text_is_cut_as_the_same_text_in_blocks_is() -> None:
+    text = "".join(f"line {n} of it\n" if n % 7 else "w" * (n % 90) for n in range(3000))
+    whole = list(cut_into_pieces([text], 100))
+    blocks = list(cut_into_pieces([text[i : i + 333] for i in range(0, len(text), 333)], 100))
+    assert whole == blocks
+    assert "".join(piece for piece, _ in whole) == text
+    assert max(len(piece) for piece, _ in whole) <= 100

@@ -265,6 +265,13 @@ def test_a_position_in_another_stream_is_refused(lengths: tuple[int, ...], conte
         _loader(_source(*lengths), context=context).load_state_dict(state)
 
 
+@pytest.mark.parametrize("change", [{"position": -1}, {"position": "0"}, {"seed": None}, {"windows": 1.0}], ids=str)
+def test_a_damaged_position_is_refused(change: dict[str, object]) -> None:
+    loader = _loader(_source(100))
+    with pytest.raises(DataError, match="the saved position in the data is damaged"):
+        loader.load_state_dict(loader.state_dict() | change)
+
+
 @settings(max_examples=20)
 @given(seed=st.integers(0, 1000))
 def test_reading_does_not_depend_on_what_was_read_before(seed: int) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,27 @@ def test_damage_is_found_at_opening(folder: Path) -> None:
     os.utime(path, ns=(1, 1))
     with pytest.raises(DataError, match=r"train-00001\.tokens is damaged"):
         open_split(folder, manifest, "train")
+
+
+def test_a_folder_of_others_is_verified_whatever_it_says_of_itself(folder: Path, tmp_path: Path) -> None:
+    open_split(folder, read_manifest(folder), "train")
+    copy = tmp_path / "from others"
+    shutil.copytree(folder, copy)
+    path = copy / "train-00001.tokens"
+    times = path.stat()
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(DataError, match=r"train-00001\.tokens is damaged"):
+        open_split(copy, read_manifest(copy), "train")
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../tokenizer.json", "sub/tokenizer.json", "", None])
+def test_a_tokenizer_elsewhere_is_not_opened(folder: Path, name: str | None) -> None:
+    _rewrite(folder, tokenizer=name)
+    with pytest.raises(DataError, match="is no tokenizer; a file of one lies beside the manifest"):
+        read_manifest(folder)
 
 
 def test_a_damaged_memory_of_verification_is_harmless(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -396,3 +396,17 @@ def test_kill_9_leaves_no_process_and_the_next_start_finishes(large_text: Path, 
     for out in ("broken", "straight"):
         subprocess.run([*command, str(tmp_path / out)], env=environment, check=True, capture_output=True)
     assert _content(tmp_path / "broken") == _content(tmp_path / "straight")
+
+
+def test_the_folder_that_is_made_is_no_part_of_the_text_it_lies_in(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text\n" * 50)
+    options = PrepareOptions(InputOptions((str(tmp_path),), 0.1), tmp_path / "deep" / "tokens")
+    first = prepare(options)
+    assert first.manifest.num_documents("val") == 1
+    assert prepare(options).was_there
+
+
+def test_a_pipe_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match=r"pipe is no regular file"):
+        prepare(PrepareOptions(InputOptions((str(tmp_path / "pipe"),), 0.1), tmp_path / "out"))

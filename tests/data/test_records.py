@@ -41,6 +41,7 @@ def test_json_lines(jsonl: Path) -> None:
     [
         ('{"text": ', r"rows\.jsonl:2 is not JSON"),
         ('["text"]', r"rows\.jsonl:2 is a JSON list, expected an object"),
+        ('{"text": ' + "[" * 100_000, r"rows\.jsonl:2 is not JSON"),
         (
             '{"content": "x", "id": 1}',
             r"rows\.jsonl:2 has no field 'text' \(it has: content, id\).*--text-field",
@@ -97,3 +98,28 @@ def test_a_data_set_that_is_not_there(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"the data set .* could not be had.*needs a network"):
         list(read_dataset(str(tmp_path / "empty"), None, "train", "text"))
+
+
+def test_a_row_of_parquet_without_text_is_named(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet as parquet_module
+
+    path = tmp_path / "rows.parquet"
+    parquet_module.write_table(pyarrow.table({"text": ["a", "b", None]}), path)
+    with pytest.raises(DataError, match=r"rows\.parquet \(row 2\): the field 'text' holds NoneType, expected text"):
+        list(read_parquet(path, "text", Intake()))
+
+
+def test_damage_in_the_middle_of_a_parquet_file_is_its_own(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet as parquet_module
+
+    path = tmp_path / "rows.parquet"
+    texts = [f"text {n} of many, {n * n}" for n in range(5000)]
+    parquet_module.write_table(pyarrow.table({"text": texts}), path, use_dictionary=False)
+    content = bytearray(path.read_bytes())
+    for i in range(len(content) // 4, len(content) // 2):
+        content[i] ^= 0x55
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"cannot read .*rows\.parquet: it is damaged"):
+        list(read_parquet(path, "text", Intake()))

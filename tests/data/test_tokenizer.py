@@ -38,6 +38,10 @@ def test_ids_are_in_the_vocabulary_and_never_end_a_text(tokenizer: Tokenizer, te
     assert tokenizer.end_of_text not in ids
 
 
+def test_what_utf_8_cannot_say_is_replaced(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode(tokenizer.encode("caf\udce9 \ud83d\ude00")) == "caf\ufffd \U0001f600"
+
+
 def test_the_end_of_text_is_shown(tokenizer: Tokenizer) -> None:
     ids = [*tokenizer.encode("a"), tokenizer.end_of_text, *tokenizer.encode("b")]
     assert tokenizer.decode(ids) == "a<|endoftext|>b"
@@ -114,5 +118,5 @@ def test_a_file_without_an_end_of_text_is_refused(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     path = tmp_path / "endless.json"
     tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(str(path))
-    with pytest.raises(DataError, match=r"endless\.json has no token that ends a text"):
+    with pytest.raises(ConfigError, match=r"endless\.json has no token that ends a text"):
         load_tokenizer(str(path))

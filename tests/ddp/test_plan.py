@@ -13,14 +13,18 @@ from gradsync.ddp.plan import (
     is_dense,
     make_plan,
     parameter_spec,
+    plan_of,
 )
 
 CPU = torch.device("cpu")
+DEVICES = [torch.device("cuda", 0), torch.device("cuda", 1), torch.device("meta")]  # named only, never used
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
 
 
-def spec(numel: int, dtype: torch.dtype = torch.float32, is_sparse: bool = False) -> ParameterSpec:
-    return ParameterSpec("p", (numel,), (1,), dtype, CPU, is_sparse)
+def spec(
+    numel: int, dtype: torch.dtype = torch.float32, is_sparse: bool = False, device: torch.device = CPU
+) -> ParameterSpec:
+    return ParameterSpec("p", (numel,), (1,), dtype, device, is_sparse)
 
 
 specs_strategy = st.lists(
@@ -99,3 +103,23 @@ def test_dense_memory_is_recognised(tensor, dense):
 def test_views_keep_dense_strides_and_become_contiguous_elsewhere():
     assert parameter_spec("w", torch.zeros(2, 3).t()).strides == (1, 3)
     assert parameter_spec("w", torch.zeros(2, 6)[:, ::2]).strides == (3, 1)
+
+
+@given(
+    st.lists(st.sampled_from(DEVICES), min_size=1, max_size=30), st.lists(st.integers(1, 64), min_size=1, max_size=4)
+)
+def test_no_bucket_holds_parameters_of_several_devices(devices, caps):
+    specs = [spec(4, device=device) for device in devices]
+    plan = make_plan(specs, range(len(specs)), caps)
+    assert sorted(i for bucket in plan.buckets for i in bucket.indices) == list(range(len(specs)))
+    for bucket in plan.buckets:
+        assert {specs[i].device for i in bucket.indices} == {bucket.device}
+
+
+def test_buckets_put_together_by_others_come_apart_by_device():
+    specs = [spec(4, device=device) for device in (DEVICES[0], DEVICES[1], DEVICES[0])]
+    plan = plan_of(specs, [[0, 1, 2]], ())
+    assert [(bucket.device, list(bucket.indices)) for bucket in plan.buckets] == [
+        (DEVICES[0], [0, 2]),
+        (DEVICES[1], [1]),
+    ]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gradsync.errors import ConfigError
+from gradsync.errors import ConfigError, NonFiniteError
 from gradsync.model.gpt2 import GPT2, GPT2Config
 from gradsync.model.sampling import generate, stream
 
@@ -60,6 +60,12 @@ def test_temperature_sharpens(model: GPT2) -> None:
     assert share[0] > 2 * share[1]
 
 
+def test_a_tiny_temperature_is_greedy(model):
+    tokens = torch.tensor([[1, 2]])
+    greedy = generate(model, tokens, 8, temperature=0.0)
+    assert torch.equal(generate(model, tokens, 8, temperature=1e-40), greedy)
+
+
 def test_a_stopped_sequence_repeats_the_stop_token_and_all_stopped_ends(model: GPT2) -> None:
     tokens = torch.zeros((4, 1), dtype=torch.int64)
     free = generate(model, tokens, 60, generator=_seeded(5))
@@ -112,3 +118,13 @@ def test_arguments_that_cannot_work_are_refused_at_the_call(
     usual = {"tokens": torch.zeros((1, 1), dtype=torch.int64), "num_new_tokens": 1}
     with pytest.raises(ConfigError, match=message):
         stream(model, **(usual | arguments))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_model_that_has_diverged_is_told_of(temperature, value):
+    model = GPT2(GPT2Config(1, 1, 8, 8, 10))
+    with torch.no_grad():
+        model.transformer.ln_f.bias.fill_(value)
+    with pytest.raises(NonFiniteError, match="no token can be drawn: its training has diverged"):
+        generate(model, torch.tensor([[1]]), 3, temperature)

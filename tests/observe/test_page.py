@@ -27,7 +27,7 @@ def make_run(folder, lr=0.1, num_steps=100):
             record = {"step": step, "loss": 5 / step, "lr": lr, "grad_norm": 1.5, "tokens_per_s": 1000.0 + step}
             if step % 50 == 0:
                 record |= {"val_loss": 5.5 / step, "accuracy": 0.25, "accuracy_normalised": 0.5}
-            if step == 7:
+            if step in (7, 8, 11):
                 record |= {"loss": None, "skipped": True}
             file.write(json.dumps(record) + "\n")
     start = {"time": 1.7e9, "step": 0, "ranks": 2, "device": "cpu", "host": NASTY, "torch": "2.13"}
@@ -45,11 +45,23 @@ def data_of(page):
 def test_everything_of_a_run_is_on_the_page(run_folder):
     (run,) = data_of(render([read_run(run_folder, "first", {"steps": 100})]))
     assert run["steps"] == 100
-    assert run["skipped"] == [7]
-    assert len(run["curves"]["loss"]) == 99
+    assert run["skipped"] == [7, 8, 11]
+    assert len(run["curves"]["loss"]) == 97
     assert run["curves"]["val_loss"] == [[50, 0.11], [100, 0.055]]
     assert run["samples"] == [[50, f"{NASTY} at 50"], [100, f"{NASTY} at 100"]]
     assert run["starts"][0]["ranks"] == 2
+
+
+def test_what_is_damaged_in_a_run_folder_does_not_cost_the_page(run_folder):
+    for name in ("metrics.jsonl", "starts.jsonl"):
+        with (run_folder / name).open("a") as file:
+            file.write('{"step": 101, "lo{"step": 102, "loss": 1.0}\n[1]\n{"ste')
+    (run_folder / "samples" / "step-00000100.txt").write_bytes(b"\xff text")
+    (run_folder / "samples" / "step-final.txt").write_text("not ours")
+    (run,) = data_of(render([read_run(run_folder, "first", {"steps": 100})]))
+    assert run["steps"] == 100
+    assert len(run["starts"]) == 1
+    assert run["samples"][1] == [100, "\ufffd text"]
 
 
 def test_the_page_needs_no_network_and_what_a_run_holds_is_no_markup(run_folder):
@@ -114,4 +126,5 @@ def test_a_browser_draws_it(run_folder, tmp_path, num_runs):
     assert body.count("<svg") == 5
     assert body.count("<img") == 0
     assert "at 100" in body
+    assert "7 to 8, 11" in body
     assert ('class="differs"' in body) == (num_runs == 2)

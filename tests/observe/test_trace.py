@@ -48,3 +48,16 @@ def test_a_recording_without_passes_is_a_trace_without_events():
     for rank in recording["ranks"]:
         rank["passes"] = []
     assert {e["ph"] for e in events(recording)} == {"M"}
+
+
+def test_parts_of_a_step_and_buckets_of_a_ranks_own_have_their_places():
+    recording = make_recording()
+    first = recording["ranks"][0]
+    first["passes"][0]["parts"] = [{"name": "forward 0", "start_s": 0.01, "end_s": 0.02}]
+    first["buckets"] = [{**bucket, "num_bytes": 7} for bucket in recording["buckets"]]
+    (part,) = [e for e in events(recording, "X") if e["name"] == "forward 0"]
+    assert (part["pid"], part["ts"], part["dur"]) == (0, 10_000.0, 10_000.0)
+    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events(recording, "M") if e["name"] == "thread_name"}
+    assert lanes[0, part["tid"]] == "stages compute"
+    assert (1, part["tid"]) not in lanes
+    assert {(e["pid"], e["args"]["bytes"]) for e in events(recording, "b")} == {(0, 7), (1, 4096), (1, 1024)}

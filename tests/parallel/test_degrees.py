@@ -1,4 +1,4 @@
-"""Degrees multiply to the number of processes, or what does is named."""
+"""Degrees multiply to the number of processes."""
 
 import pytest
 
@@ -13,14 +13,9 @@ def test_replicas_are_what_the_others_leave():
 
 
 @pytest.mark.parametrize(("world", "given"), [(3, (None, 2, 1)), (4, (4, 2, 1)), (4, (1, 2, 1)), (1, (None, 1, 2))])
-def test_what_does_not_multiply_is_refused_with_the_choices_that_do(world, given):
-    with pytest.raises(ConfigError, match=f"what works with {world}: --dp {world} --tp 1 --pp 1"):
+def test_what_does_not_multiply_is_refused(world, given):
+    with pytest.raises(ConfigError, match=f"and there (is|are) {world}$"):
         resolve_degrees(world, *given)
-
-
-def test_many_choices_are_cut_short():
-    with pytest.raises(ConfigError, match=r"--dp 1 --tp 12 --pp 1.* and \d+ more"):
-        resolve_degrees(12, 5, 1, 1)
 
 
 def test_ranks_that_share_a_replica_see_the_same_data():

@@ -5,11 +5,7 @@ import torch
 import torch.distributed as dist
 from divided_jobs import CONTEXT, Layout, divided, gathered, own_micro_batches, tokens, train, train_alone
 
-from gradsync.errors import ConfigError
-from gradsync.model.gpt2 import GPT2, GPT2Config
-from gradsync.parallel.apply import Wanted, check
 from gradsync.parallel.degrees import Degrees
-from gradsync.parallel.pipeline import Flow
 from gradsync.parallel.stage import split_blocks
 
 LAYOUTS = {
@@ -104,21 +100,6 @@ def test_what_is_frozen_stays_frozen(request, name):
 def test_blocks_are_divided_as_equally_as_can_be():
     assert split_blocks(5, 2) == [range(3), range(3, 5)]
     assert [len(part) for part in split_blocks(10, 4)] == [3, 3, 2, 2]
-
-
-@pytest.mark.parametrize(
-    ("degrees", "flow", "message"),
-    [
-        (Degrees(1, 4), Flow("1f1b", 4, 1, 8), "--tp 4 does not divide the model's 6 heads; take one of 1, 2, 3, 6"),
-        (Degrees(1, 1, 3), Flow("1f1b", 4, 1, 8), "makes 3 stages, and the model has 2"),
-        (Degrees(1, 1, 2), Flow("interleaved", 4, 1, 8), "makes 4 stages"),
-        (Degrees(1, 1, 2), Flow("1f1b", 1, 1, 8), "needs at least 2 micro-batches a step .* there is 1"),
-    ],
-)
-def test_what_cannot_be_divided_is_refused(degrees, flow, message):
-    model = GPT2(GPT2Config(2, 6, 24, 8, 101))
-    with pytest.raises(ConfigError, match=message):
-        check(model, Wanted("ddp", degrees, flow))
 
 
 def _norm(rank, world, layout, poisoned):

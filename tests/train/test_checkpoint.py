@@ -1,12 +1,21 @@
 """Checkpoints on disk: whole or absent, verified, the newest intact one found, the right ones kept."""
 
+import errno
 import json
 
 import pytest
 import torch
 
 from gradsync.errors import CheckpointError
-from gradsync.train.checkpoint import MANIFEST_NAME, CheckpointFolder, list_checkpoints, newest_intact, open_checkpoint
+from gradsync.train import checkpoint as checkpoints
+from gradsync.train.checkpoint import (
+    MANIFEST_NAME,
+    CheckpointFolder,
+    best_of,
+    list_checkpoints,
+    newest_intact,
+    open_checkpoint,
+)
 from gradsync.train.ranks import Alone
 
 
@@ -41,6 +50,12 @@ def test_the_newest_ones_and_the_best_are_kept(folder):
     assert steps_in(folder) == [6, 5, 2]
 
 
+@pytest.mark.parametrize("strange", [float("nan"), float("-inf"), "low"])
+def test_a_loss_that_is_no_number_is_never_the_best(folder, strange):
+    save(folder, range(1, 5), keep=1, losses={1: strange, 2: 1.0, 3: strange})
+    assert steps_in(folder) == [4, 2]
+
+
 def _truncate(path):
     path.write_bytes(path.read_bytes()[:-1])
 
@@ -62,6 +77,21 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(folder, damage, 
     assert name in complaints[0]
 
 
+def test_a_checkpoint_that_cannot_be_read_is_passed_over(folder, monkeypatch):
+    save(folder, [1, 2])
+    read = checkpoints._sha256
+
+    def failing(path):
+        if "step-00000002" in str(path):
+            raise OSError(errno.EIO, "Input/output error")
+        return read(path)
+
+    monkeypatch.setattr(checkpoints, "_sha256", failing)
+    complaints = []
+    assert newest_intact(folder, complaints.append).step == 1
+    assert complaints[0].endswith("cannot be read: Input/output error")
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"format": "x"}'])
 def test_a_damaged_manifest_is_passed_over(folder, content):
     save(folder, [1, 2])
@@ -69,6 +99,42 @@ def test_a_damaged_manifest_is_passed_over(folder, content):
     complaints = []
     assert newest_intact(folder, complaints.append).step == 1
     assert complaints
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": "2"},
+        {"step": True},
+        {"facts": None},
+        {"files": []},
+        {"files": {"__0_0.distcp": {}}},
+        {"files": {"__0_0.distcp": {"bytes": "1", "sha256": "x"}}},
+        {"files": {"__0_0.distcp": 5}},
+    ],
+    ids=str,
+)
+def test_a_manifest_of_other_content_is_passed_over(folder, change):
+    save(folder, [1, 2])
+    path = folder / "step-00000002" / MANIFEST_NAME
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    complaints = []
+    assert newest_intact(folder, complaints.append).step == 1
+    assert "damaged" in complaints[0]
+
+
+def test_a_fact_is_there_and_of_its_kind(folder):
+    save(folder, [1])
+    checkpoint = newest_intact(folder, pytest.fail)
+    assert checkpoint.val_loss is None
+    with pytest.raises(CheckpointError, match="its fact 'model' is None, expected dict"):
+        checkpoint.fact("model", dict)
+
+
+def test_the_best_has_a_loss_that_is_a_number(folder):
+    save(folder, range(1, 5), keep=1, losses={1: float("nan"), 2: 1.0, 3: float("inf")})
+    assert steps_in(folder) == [4, 2]
+    assert best_of(list_checkpoints(folder)).step == 2
 
 
 def test_another_version_is_refused(folder):
@@ -109,6 +175,7 @@ def test_a_write_that_fails_leaves_the_earlier_ones(folder, monkeypatch):
         writer.save(2, {"value": torch.zeros(4)}, {})
     monkeypatch.undo()
     assert newest_intact(folder, pytest.fail).step == 1
+    assert [path.name for path in folder.iterdir()] == ["step-00000001"], "half a checkpoint takes the room of the next"
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "..", "sub/file"])

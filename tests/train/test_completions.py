@@ -86,8 +86,18 @@ def test_the_published_form_is_read(tmp_path):
     [
         ("", "holds no example"),
         ('{"ctx": "a", "endings": ["b"], "label": 0}\nnot json', "file.jsonl:2: expected an object"),
-        ('{"ctx": "a"}', "file.jsonl:1: expected an object with ctx, endings and label"),
+        ('{"ctx": "a"}', r"file.jsonl:1: expected an object with ctx \(text\), endings"),
         ('{"ctx": "a", "endings": ["b"], "label": 3}', "label 3 is not the number of one of 1 endings"),
+        ('{"ctx": "a", "endings": "bcd", "label": 1}', r"endings \(a list of texts\).*got .*bcd"),
+        ('{"ctx": "a", "endings": ["b", ""], "label": 1}', "file.jsonl:1: expected"),
+        ('{"ctx": "a", "endings": ["b", 5], "label": 1}', "file.jsonl:1: expected"),
+        ('{"ctx": "a", "endings": ["b", "c"], "label": true}', "file.jsonl:1: expected"),
+        ('{"ctx": "a", "endings": ["b", "c"], "label": 1.5}', "file.jsonl:1: expected"),
+        ('{"ctx": "a", "endings": ["b", "c"], "label": ""}', "file.jsonl:1: expected"),
+        ('{"ctx": null, "endings": ["b", "c"], "label": 0}', "file.jsonl:1: expected"),
+        ('{"ctx": "a", "endings": [], "label": 0}', "label 0 is not the number of one of 0 endings"),
+        ("[1]", "file.jsonl:1: expected"),
+        ("[" * 100_000, "file.jsonl:1: expected"),
     ],
 )
 def test_what_is_no_example_is_named(tmp_path, content, message):
@@ -100,3 +110,10 @@ def test_what_is_no_example_is_named(tmp_path, content, message):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(DataError, match=r"nowhere\.jsonl cannot be read"):
         read_examples(tmp_path / "nowhere.jsonl")
+
+
+def test_a_line_ends_at_a_newline_only(tmp_path):
+    path = tmp_path / "file.jsonl"
+    lines = [{"ctx": "a\u2028b\x85c", "endings": ["d\u2029", "e"], "label": "1"}] * 2
+    path.write_text("\r\n".join(json.dumps(line, ensure_ascii=False) for line in lines), encoding="utf-8", newline="")
+    assert read_examples(path) == [Example("a\u2028b\x85c", ("d\u2029", "e"), 1)] * 2

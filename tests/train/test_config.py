@@ -5,7 +5,7 @@ from dataclasses import FrozenInstanceError, asdict, fields
 import pytest
 
 from gradsync.errors import ConfigError
-from gradsync.train.config import PRESETS, TrainConfig, differences, inherited, resolve
+from gradsync.train.config import PRESETS, TrainConfig, differences, flag, inherited, resolve
 
 
 def test_the_defaults_are_those_of_tiny():
@@ -29,6 +29,13 @@ def test_every_preset_is_valid_and_divides(preset):
     config = resolve({"preset": preset})
     assert config.batch_tokens % config.context == 0
     assert config.warmup_steps < config.steps
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["lr", "clip", "dropout", "val_fraction", "soft_limit"])
+def test_a_number_is_finite(name, value):
+    with pytest.raises(ConfigError, match=f"{flag(name)} is {value}; it must be a finite number"):
+        resolve({name: value})
 
 
 def test_a_config_is_frozen():

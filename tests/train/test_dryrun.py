@@ -60,6 +60,7 @@ def test_several_ranks_have_buckets_and_share_the_copy(folder):
 
 def test_the_command_prints_and_writes_nothing(folder, capsys, monkeypatch):
     monkeypatch.chdir(folder)
+    write_text(folder, 20_000)
     before = sorted(folder.rglob("*"))
     assert main(["train", "--dry-run", "--preset", "gpt2", "--data", "text.txt", "--nproc", "2"]) == 0
     out = capsys.readouterr().out

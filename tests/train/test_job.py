@@ -1,15 +1,24 @@
 """Whole runs: the loss falls, a resumed run is the unbroken one, the number of ranks changes nothing."""
 
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from gradsync.data.inputs import InputOptions
+from gradsync.data.prepare import PrepareOptions, prepare
 from gradsync.errors import CheckpointError, ConfigError, DataError, NonFiniteError
+from gradsync.train import job
+from gradsync.train.build import build, check_same_data
 from gradsync.train.checkpoint import list_checkpoints
+from gradsync.train.config import MAX_SEED
 from gradsync.train.interrupt import StopReason, StopRequests
+from gradsync.train.modes import Modes
+from gradsync.train.ranks import Alone
+from gradsync.train.runfolder import RunFolder
 from gradsync.train.storage import load_tensors, read_index
 from gradsync.train.trained import load_trained
 from training_jobs import Notebook, losses, metrics, options_for, train, train_on_rank, write_text
@@ -221,9 +230,15 @@ def poisoned(monkeypatch):
 
 def test_a_loss_that_is_not_finite_stops_the_run(folder, poisoned):
     config = options_for(folder)
-    with pytest.raises(NonFiniteError, match=r"step 3: the loss is not finite on rank 0 .*--non-finite skip"):
+    message = r"step 3: the loss is not finite on rank 0 .*; no checkpoint is there\. .*--non-finite skip"
+    with pytest.raises(NonFiniteError, match=message):
         train(config)
     assert [record["step"] for record in metrics(config)] == [1, 2]
+
+
+def test_and_the_checkpoint_to_go_on_from_is_named(folder, poisoned):
+    with pytest.raises(NonFiniteError, match="the last checkpoint is that of step 2"):
+        train(options_for(folder, checkpoint_every=2))
 
 
 def test_or_the_step_is_skipped_and_said_so(folder, poisoned):
@@ -245,3 +260,105 @@ def test_a_trained_model_can_be_taken_from_its_run(folder):
         load_trained(folder / "nowhere", "newest", "cpu")
     with pytest.raises(CheckpointError, match="is not a run folder"):
         load_trained(folder, "newest", "cpu")
+
+
+def test_text_without_any_to_validate_with_is_refused_before_the_first_step(folder):
+    prepared = folder / "shards"
+    prepare(PrepareOptions(InputOptions((str(folder / "text.txt"),), val_fraction=0.0), prepared))
+    config = options_for(folder, data=str(prepared))
+    with pytest.raises(DataError, match="has 0 tokens; evaluation needs at least 2"):
+        train(config)
+    assert not Path(config.run).exists()
+
+
+def test_a_resumed_run_does_without_what_it_was_started_from(folder):
+    first = options_for(folder, run=str(folder / "first"))
+    train(first)
+    straight = options_for(folder, run=str(folder / "straight"), init_from=first.run)
+    train(straight)
+    broken = options_for(folder, run=str(folder / "broken"), init_from=first.run, stop_after=2)
+    train(broken)
+    shutil.rmtree(first.run)
+    train(replace(broken, stop_after=None, resume=True))
+    assert losses(broken) == losses(straight)
+    shutil.rmtree(Path(broken.run) / "checkpoints")
+    with pytest.raises(ConfigError, match=r"holds no intact checkpoint|neither a run folder"):
+        train(replace(broken, stop_after=None, resume=True))
+
+
+def test_a_sample_that_cannot_be_had_ends_no_run(folder, monkeypatch):
+    def full(self, step, text):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(RunFolder, "write_sample", full)
+    view = Notebook()
+    outcome = train(options_for(folder), view=view)
+    assert outcome.is_finished and outcome.sample is None
+    assert "warning: no sample of step 6: No space left on device" in view.notes
+
+
+def test_a_run_of_nothing_but_skipped_steps_ends(folder):
+    view = Notebook()
+    with pytest.raises(NonFiniteError, match=r"step 21: .*20th in a row that is skipped.*--init-from"):
+        train(options_for(folder, lr=1e30, clip=0, steps=40, non_finite="skip"), view=view)
+    assert sum(note.endswith("; skipped") for note in view.notes) == 19
+
+
+class Elsewhere(Alone):
+    """Two ranks, of which the other sends what is given in place of its own."""
+
+    world = 2
+
+    def __init__(self, changed):
+        self._changed = changed
+
+    def gather(self, value):
+        return [value, self._changed(value)]
+
+
+def test_ranks_that_read_other_data_or_the_same_batch_are_told_apart(folder):
+    config = options_for(folder)
+    material = build(config, 0, 2, torch.device("cpu"), Modes("float32", torch.device("cpu"), False))
+    other = {"tokens": 5, "crc32": 7}
+    with pytest.raises(
+        DataError, match=r"ranks 0 and 1 do not read the same data: .* rank 1 5 tokens \(CRC 00000007\)"
+    ):
+        check_same_data(Elsewhere(lambda mine: ((other, *mine[0][1:]), 1, range(1, 8, 2))), material)
+    with pytest.raises(DataError, match="ranks 0 and 1 hold the same first batch"):
+        check_same_data(Elsewhere(lambda mine: (mine[0], 1, mine[2])), material)
+    check_same_data(Elsewhere(lambda mine: mine), material)  # two ranks of one replica
+    check_same_data(Elsewhere(lambda mine: (mine[0], 1, range(1, 8, 2))), material)
+
+
+def test_any_seed_that_is_taken_works(folder):
+    train(options_for(folder, seed=MAX_SEED, steps=1))
+    with pytest.raises(ConfigError, match="--seed is 9223372036854775808; it must be at most"):
+        options_for(folder, seed=MAX_SEED + 1)
+
+
+def test_metrics_that_cannot_be_written_end_no_run(folder, monkeypatch):
+    class Broken:
+        def write(self, record):
+            raise OSError("No space left on device")
+
+        def close(self):
+            self.write(None)
+
+    monkeypatch.setattr(job, "open_sinks", lambda *_: [Broken()])
+    view = Notebook()
+    assert train(options_for(folder), view=view).is_finished
+    (told,) = [note for note in view.notes if "metrics cannot be written" in note]
+    assert told.endswith("they are missing from step 1 on: No space left on device")
+    assert "warning: the last metrics could not be written: No space left on device" in view.notes
+
+
+def test_a_run_of_which_no_checkpoint_is_intact_is_not_begun_anew(folder):
+    config = options_for(folder, stop_after=3)
+    train(config)
+    for path in (Path(config.run) / "checkpoints").glob("step-*/__0_0.distcp"):
+        path.write_bytes(b"")
+    view = Notebook()
+    with pytest.raises(CheckpointError, match=r"none of the 1 checkpoint\(s\) in .* is intact; put back one"):
+        train(replace(config, resume=True, stop_after=None), view=view)
+    assert "has 0 bytes instead of" in view.notes[-1]
+    assert len(losses(config)) == 3

@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from gradsync.errors import CheckpointError, ConfigError
+from gradsync.train import folderlock, runfolder
 from gradsync.train.config import TrainConfig, resolve
 from gradsync.train.runfolder import RunFolder, check_usable, newest_run_path, read_config
 
@@ -75,3 +76,44 @@ def test_the_newest_run_is_the_one_whose_start_was_last(tmp_path, monkeypatch):
         config = config_for(f"runs/{name}")
         RunFolder(config.run).create(config)
     assert newest_run_path() == "runs/b"
+
+
+def test_a_start_is_noted_on_a_line_of_its_own_after_one_that_was_cut_short(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.append_start({"step": 0})
+    with (tmp_path / "starts.jsonl").open("a") as file:
+        file.write('{"step": 1, "ho')
+    folder.append_start({"step": 2})
+    assert (tmp_path / "starts.jsonl").read_text() == '{"step": 0}\n{"step": 2}\n'
+
+
+def test_the_options_are_not_written_through_a_link(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    run = tmp_path / "run"
+    RunFolder(run).create(config_for(run))
+    (run / "config.yaml.unfinished").symlink_to(victim)
+    RunFolder(run).create(config_for(run, resume=True))
+    assert victim.read_text() == "precious"
+
+
+def test_two_processes_cannot_be_at_work_in_one_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(folderlock, "_PATIENCE_S", 0.1)
+    config = config_for(tmp_path / "run")
+    lock = RunFolder(config.run).create(config)
+    with pytest.raises(ConfigError, match="another process is training in run folder"):
+        RunFolder(config.run).create(replace(config, resume=True))
+    lock.release()
+    RunFolder(config.run).create(replace(config, resume=True)).release()
+
+
+def test_who_comes_a_moment_later_finds_the_folder_used(tmp_path, monkeypatch):
+    config = config_for(tmp_path / "run")
+
+    def slow_lock(folder):
+        (folder / "config.yaml").write_text("of another run")
+        return folderlock.FolderLock(folder)
+
+    monkeypatch.setattr(runfolder, "FolderLock", slow_lock)
+    with pytest.raises(ConfigError, match="is not empty"):
+        RunFolder(config.run).create(config)

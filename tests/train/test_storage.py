@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from gradsync.errors import CheckpointError
 from gradsync.train.storage import INDEX_NAME, load_tensors, read_index, save_tensors, tensor_shapes
@@ -81,8 +82,53 @@ def test_an_index_that_changes_a_class_is_refused(stored):
     changes = pickle.dumps({"state_dict_metadata": {}}, protocol=0)[:-1]
     program = b"c" + module.encode() + b"\n" + name.encode() + b"\n(N" + changes + b"tb."
     (folder / INDEX_NAME).write_bytes(program)
-    with pytest.raises(CheckpointError, match="changes a class"):
+    with pytest.raises(CheckpointError, match="which is not its own"):
         read_index(folder)
+
+
+def builds(module: str, name: str, attribute: str, argument: bytes = b"") -> bytes:
+    """A pickle that takes something of this process (or a member of it) and sets an attribute there."""
+    fetch = b"c" + module.encode() + b"\n" + name.encode() + b"\n" + argument
+    return fetch + b"(N" + pickle.dumps({attribute: 1}, protocol=0)[:-1] + b"tb."
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        builds("torch.serialization", "_get_layout", "__doc__"),
+        builds("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING", "_value_", b"(I0\ntR"),
+    ],
+    ids=["function", "member of an enumeration"],
+)
+def test_an_index_that_changes_what_is_not_its_own_is_refused(stored, program):
+    folder, _ = stored
+    before = torch.serialization._get_layout.__doc__, _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT.value
+    (folder / INDEX_NAME).write_bytes(program)
+    with pytest.raises(CheckpointError, match="which is not its own"):
+        read_index(folder)
+    assert before == (torch.serialization._get_layout.__doc__, _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT.value)
+
+
+def _forget_a_piece(index):
+    index.state_dict_metadata["matrix"].chunks.clear()
+
+
+def _spoil_a_shape(index):
+    index.state_dict_metadata["matrix"].size = ("5", 3)
+
+
+def _spoil_a_place(index):
+    next(iter(index.storage_data.values())).offset = -1
+
+
+@pytest.mark.parametrize("change", [_forget_a_piece, _spoil_a_shape, _spoil_a_place])
+def test_an_index_that_would_leave_values_as_they_are_is_refused(stored, change):
+    folder, _ = stored
+    index = read_index(folder)
+    change(index)
+    (folder / INDEX_NAME).write_bytes(pickle.dumps(index))
+    with pytest.raises(CheckpointError, match="damaged"):
+        tensor_shapes(folder)
 
 
 def test_tensor_files_that_would_run_code_are_refused(stored, tmp_path):

@@ -55,8 +55,9 @@ class CollectivesResult:
 
 def run_bench(job: BenchJob) -> list[Timing]:
     """Return this rank's timings."""
+    workload = _workload(job)  # before the ranks meet: all fail alike
     result: list[Timing] = _on_rank(
-        lambda: time_contestants(job.contestants, _workload(job), job.num_rounds, job.measures_memory)
+        lambda: time_contestants(job.contestants, workload, job.num_rounds, job.measures_memory)
     )
     return result
 

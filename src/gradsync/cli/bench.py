@@ -194,7 +194,9 @@ def _chosen(contestants: "tuple[Contestant, ...]", only: str | None) -> "tuple[C
 
 def _backends(given: str | None) -> list[str]:
     if given is not None:
-        return given.split(",")
+        from gradsync.comm.backends import choose_backend
+
+        return [choose_backend(name).name for name in given.split(",")]
     import torch
 
     from gradsync.comm import shm

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +11,7 @@ from gradsync.cli.main import EXIT_FAILED
 from gradsync.cli.options import new_parser
 from gradsync.comm.launchers import adopt
 from gradsync.errors import ConfigError
+from gradsync.observe.terminal import say
 
 if TYPE_CHECKING:
     from gradsync.doctor.ranks import Diagnosis
@@ -65,8 +65,7 @@ def _tell(diagnosis: "Diagnosis", rank: int | None) -> None:
     if any(not way.error for way in diagnosis.ways):
         lines += ["", *told_ways(diagnosis.cards, diagnosis.ways)]
     prefix = "" if rank is None else f"[rank {rank}] "  # several ranks may speak where they did not meet
-    print("\n".join(prefix + line for line in lines))
-    sys.stdout.flush()
+    say("\n".join(prefix + line for line in lines))
 
 
 def _write_json(path: Path, diagnosis: "Diagnosis") -> None:

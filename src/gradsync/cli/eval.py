@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gradsync.cli.options import new_parser
 from gradsync.errors import ConfigError
+from gradsync.observe.terminal import say
 
 if TYPE_CHECKING:
     from gradsync.data.source import TokenSource
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     from gradsync.train.trained import load_trained
 
     trained = load_trained(Path(options.run), options.checkpoint, options.device)
-    print(f"from {trained.checkpoint}", file=sys.stderr)
+    say(f"from {trained.checkpoint}", sys.stderr)
     results: dict[str, Any] = {"checkpoint": str(trained.checkpoint), "step": trained.step}
     if options.hellaswag is not None:
         results |= _accuracy(trained, Path(options.hellaswag))
@@ -67,19 +68,26 @@ def _loss(trained: "Trained", options: Any) -> dict[str, Any]:
     limit = None if options.max_tokens is None else -(-options.max_tokens // context)
     batches = evaluation_batches(text.source, context, 0, 1, options.batch, max_sequences=limit)
     result = evaluate(replica_of(trained.model), batches, Alone(), trained.device)
-    return {"data": text.name, "loss": result.loss, "perplexity": math.exp(result.loss), "tokens": result.tokens}
+    return {"data": text.name, "loss": result.loss, "perplexity": _perplexity(result.loss), "tokens": result.tokens}
+
+
+def _perplexity(loss: float) -> float:
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 def _text(trained: "Trained", options: Any) -> _Text:
     """Return what the options mean: all of a text, one split of shards or of the run's own data."""
     from gradsync.data.corpus import load_corpus
     from gradsync.data.manifest import MANIFEST
-    from gradsync.train.runfolder import read_config
+    from gradsync.train.runfolder import saved_option
 
-    own = read_config(trained.run) if options.data is None else None
-    data = options.data if own is None else own["data"]
-    is_whole = own is None and data != "stdlib" and not (Path(data) / MANIFEST).is_file()
-    fraction = 0.0 if is_whole else (own or read_config(trained.run))["val_fraction"]
+    is_own = options.data is None
+    data = saved_option(trained.run, "data", str) if is_own else options.data
+    is_whole = not is_own and data != "stdlib" and not (Path(data) / MANIFEST).is_file()
+    fraction = 0.0 if is_whole else saved_option(trained.run, "val_fraction", float)
     corpus = load_corpus(data, trained.tokenizer.name, fraction)
     if is_whole:
         return _Text(corpus.train, corpus.name)
@@ -99,11 +107,13 @@ def _accuracy(trained: "Trained", path: Path) -> dict[str, Any]:
 
 def _print(results: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        print(json.dumps(results))
+        # JSON has no spelling for what is not finite.
+        finite = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in results.items()}
+        print(json.dumps(finite, allow_nan=False))
         return
     if "examples" in results:
         print(f"accuracy {results['accuracy']:.4f}, length-normalised {results['accuracy_normalised']:.4f}", end="")
         print(f" ({results['examples']:,} examples)")
     if "loss" in results:
         print(f"loss {results['loss']:.4f} nats per token, perplexity {results['perplexity']:.2f}", end="")
-        print(f" ({results['tokens']:,} tokens of {results['data']})")
+        say(f" ({results['tokens']:,} tokens of {results['data']})")

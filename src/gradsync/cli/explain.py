@@ -1,5 +1,6 @@
 """``gradsync explain``: a page that walks through a few real steps of data-parallel training."""
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,8 +9,10 @@ from typing import Any
 from gradsync import __version__
 from gradsync.cli.local_ranks import run_ranks
 from gradsync.cli.options import new_parser
+from gradsync.comm.launchers import adopt
 from gradsync.errors import ConfigError
 from gradsync.observe.explain_page import LANGUAGES, render_explanation
+from gradsync.observe.terminal import say
 
 _DESCRIPTION = (
     "Run a few real steps on several processes and write a page that explains, with this run's own numbers, what "
@@ -38,12 +41,17 @@ def main(arguments: Sequence[str]) -> int:
         out.write_text(render_explanation(story, options.lang), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be written: {error.strerror}") from error
-    print(story["recording"]["verdict"])
-    print(out)
+    say(story["recording"]["verdict"])
+    say(str(out))
     return 0
 
 
 def _check(options: Any) -> None:
+    place = adopt(os.environ)
+    if place is not None:
+        raise ConfigError(
+            f"it starts its own processes (--nproc), but {place.launcher} has started this one; start it alone"
+        )
     if options.lang not in LANGUAGES:
         raise ConfigError(f"--lang is {options.lang!r}; expected one of {', '.join(LANGUAGES)}")
     if options.nproc < 2:
@@ -66,8 +74,6 @@ def _story(options: Any, command: str) -> dict[str, Any]:
     by_rank = run_ranks(explain_on_rank, options.nproc, job)
     found = [by_rank[rank] for rank in range(options.nproc)]
     first = found[0]
-    if "problem" in first:
-        raise ConfigError(first["problem"])
     recording = _with_gradients(first["recording"], [rank["arrivals"] for rank in found])
     return {
         "model": _NAMES.get(options.model, options.model),

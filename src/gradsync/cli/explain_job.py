@@ -23,7 +23,6 @@ from gradsync.bench.workloads import Workload, workload_of_factory
 from gradsync.comm.process import destroy_process_group, init_process_group
 from gradsync.ddp.module import DistributedDataParallel
 from gradsync.ddp.plan import MIB
-from gradsync.errors import ConfigError
 from gradsync.model.gpt2 import GPT2, GPT2Config
 from gradsync.train.profiling import profile
 
@@ -56,11 +55,8 @@ class SimpleModel(nn.Module):
 
 
 def explain_on_rank(job: ExplainJob) -> dict[str, Any]:
-    """Run the steps and return what this rank saw; or, as ``problem``, what is wrong with the user's model."""
-    try:
-        workload = _workload(job.model)
-    except ConfigError as error:
-        return {"problem": str(error)}
+    """Run the steps and return what this rank saw."""
+    workload = _workload(job.model)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     if torch.cuda.is_available():

@@ -1,5 +1,6 @@
 """``gradsync export``: a trained run in the form of another library."""
 
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from gradsync.cli.options import new_parser
 from gradsync.errors import ConfigError
+from gradsync.observe.terminal import say
 
 if TYPE_CHECKING:
     from gradsync.train.trained import Trained
@@ -33,9 +35,18 @@ def main(arguments: Sequence[str]) -> int:
     from gradsync.train.trained import load_trained
 
     trained = load_trained(Path(options.run), options.checkpoint, "cpu")
-    print(f"from {trained.checkpoint}", file=sys.stderr)
-    export_gpt2(trained.model, out, trained.tokenizer.end_of_text)
-    print(f"wrote {out}; {_copy_tokenizer(trained, out)}")
+    say(f"from {trained.checkpoint}", sys.stderr)
+    unfinished = out.with_name(out.name + ".unfinished")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        export_gpt2(trained.model, unfinished, trained.tokenizer.end_of_text)
+        about_tokenizer = _copy_tokenizer(trained, unfinished)
+        os.replace(unfinished, out)
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be written: {error}; make room, or give another folder") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    say(f"wrote {out}; {about_tokenizer}")
     return 0
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from gradsync.cli.failures import describe, keep_trace
 from gradsync.cli.local_ranks import Patience, RankLostError, run_processes, start_fork_server, start_resource_tracker
 from gradsync.cli.main import EXIT_INTERRUPTED, fail
+from gradsync.observe.terminal import lasting
 from gradsync.train.config import TrainConfig
 from gradsync.train.interrupt import STOP_WORD, StopReason
 
@@ -74,4 +75,4 @@ class _Listener(threading.Thread):
         unfinished = self._control / f"{STOP_WORD}.unfinished"
         unfinished.write_text(reason.name, encoding="utf-8")
         os.replace(unfinished, self._control / STOP_WORD)
-        print("stopping after this step (Ctrl-C again: at once) ...", file=sys.stderr, flush=True)
+        print("stopping after this step (Ctrl-C again: at once) ...", file=lasting(sys.stderr), flush=True)

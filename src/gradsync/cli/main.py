@@ -64,7 +64,7 @@ def _run(name: str, arguments: list[str]) -> int:
     try:
         code: int = importlib.import_module(COMMANDS[name][0]).main(arguments)
     except GradsyncError as error:
-        return fail(f"gradsync {name}", str(error), exit_code_of(error))
+        return _refuse(name, error)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
@@ -72,6 +72,16 @@ def _run(name: str, arguments: list[str]) -> int:
         sys.stdout = None  # type: ignore[assignment]
         return EXIT_FAILED
     return code
+
+
+def _refuse(name: str, error: GradsyncError) -> int:
+    from gradsync.cli.speaker import let_speak, told_here
+
+    code, message = exit_code_of(error), told_here(error)
+    if message is None:
+        let_speak(code)
+        return code
+    return fail(f"gradsync {name}", message, code)
 
 
 def _help_text() -> str:

@@ -119,6 +119,15 @@ def _read_file(parser: Parser, path: Path) -> dict[str, Any]:
     for name in options:
         if name not in known:
             raise ConfigError(f"{nearest(flag(name), [flag(other) for other in known])} (in {path})")
+    return checked_options(parser, options, path)
+
+
+def checked_options(parser: Parser, options: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return options that were read from a file, each of its kind.
+
+    Raises:
+        ConfigError: one has a value of another kind.
+    """
     try:
         return dict(vars(parser.parse_object(options, defaults=False)))
     except ConfigError as error:

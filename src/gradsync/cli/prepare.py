@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradsync.cli.options import new_parser
 from gradsync.errors import ConfigError
+from gradsync.observe.terminal import say
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,16 +113,16 @@ def _progress_bar() -> Iterator["Callable[[PrepareProgress], None]"]:
 def _print_summary(out: Path, result: "PrepareResult") -> None:
     manifest = result.manifest
     for note in result.notes:
-        print(f"note: {note}", file=sys.stderr)
+        say(f"note: {note}", sys.stderr)
     done = "was prepared before" if result.was_there else "is ready"
-    print(f"{out} {done}: tokenizer {manifest.tokenizer}, vocabulary of {manifest.vocab_size:,}")
+    say(f"{out} {done}: tokenizer {manifest.tokenizer}, vocabulary of {manifest.vocab_size:,}")
     for split, entries in manifest.splits.items():
-        print(f"  {split:<6}{manifest.num_tokens(split):>16,} tokens in {len(entries):,} shard(s)")
+        say(f"  {split:<6}{manifest.num_tokens(split):>16,} tokens in {len(entries):,} shard(s)")
     print(f"  documents: {sum(map(manifest.num_documents, manifest.splits)):,}")
     if manifest.num_tokens("val") == 0:
         print("note: there is no validation text; use a larger --val-fraction to have some", file=sys.stderr)
     token, share = manifest.commonest.token, manifest.commonest.share
-    print(f"  most frequent token: {token} ({result.tokenizer.decode([token])!r}), {share:.1%} of all")
+    say(f"  most frequent token: {token} ({result.tokenizer.decode([token])!r}), {share:.1%} of all")
 
 
 def _num_cores() -> int:

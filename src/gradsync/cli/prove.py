@@ -12,10 +12,11 @@ from gradsync.cli.main import EXIT_FAILED
 from gradsync.cli.options import new_parser
 from gradsync.comm.launchers import adopt
 from gradsync.errors import ConfigError, GradsyncError
+from gradsync.observe.terminal import say
 
 if TYPE_CHECKING:
     from gradsync.train.prove import Difference, Finding
-    from gradsync.train.prove_cases import Case
+    from gradsync.train.prove_cases import Case, Subject
 
 _DESCRIPTION = (
     "Run the same model, data and steps in every way that there is (DDP, accumulation, ZeRO, FSDP, tensor and pipeline "
@@ -45,10 +46,11 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(list(arguments))
     if options.nproc < 1 or options.steps < 1:
         raise ConfigError("--nproc and --steps must be at least 1")
-    if adopt(os.environ) is not None:
-        return _prove_jointly(options)
-    device_type = _device_type(options.device, options.nproc)
-    _check_choices(options)
+    place = adopt(os.environ)
+    device_type = _device_type(options.device, options.nproc if place is None else place.local_world_size)
+    subject = _checked_subject(options, None if place is None else place.world_size)
+    if place is not None:
+        return _prove_jointly(options, subject, device_type, place.world_size)
     rows, left_out = _rows(options, device_type)
     findings = _prove(rows, options, device_type)
     _print(findings, options)
@@ -60,28 +62,19 @@ def main(arguments: Sequence[str]) -> int:
 def _conclude(findings: "list[Finding]") -> int:
     failed = [finding for finding in findings if not finding.has_passed]
     for finding in failed:
-        print(f"FAILED {finding.case.name}: {_reason(finding)}")
+        say(f"FAILED {finding.case.name}: {_reason(finding)}")
     print(f"{len(findings) - len(failed)} of {len(findings)} rows passed", flush=True)
     return EXIT_FAILED if failed else 0
 
 
-def _prove_jointly(options: Any) -> int:
+def _prove_jointly(options: Any, subject: "Subject", device_type: str, world: int) -> int:
     """Run the rows with the ranks that a launcher has started, this process being one of them."""
-    import torch
-
     from gradsync.comm.process import destroy_process_group, init_process_group, rank_info
     from gradsync.train.prove import device_of, run_jointly
-    from gradsync.train.prove_cases import GPTSubject, UserSubject, joint_cases, sequences_for
+    from gradsync.train.prove_cases import joint_cases
 
-    device_type = options.device
-    if device_type == "auto":
-        device_type = "cuda" if torch.cuda.is_available() else "cpu"
     device = device_of(device_type)
     init_process_group(options.backend or "auto", device_type=device_type)
-    world = rank_info().world_size
-    sys.path.insert(0, os.getcwd())
-    sequences = sequences_for(world)
-    subject = GPTSubject(sequences) if options.model is None else UserSubject(options.model, sequences)
     rows = [row for row in joint_cases(world) if options.model is None or not row.needs_layout]
     findings = run_jointly(rows, subject, options.steps, device)
     is_first = rank_info().rank == 0
@@ -92,19 +85,21 @@ def _prove_jointly(options: Any) -> int:
     return 0 if all(finding.has_passed for finding in findings) else EXIT_FAILED
 
 
-def _check_choices(options: Any) -> None:
-    """Refuse what no rank could work with, before any is started."""
+def _checked_subject(options: Any, world: int | None) -> "Subject":
+    """Return what is to be proved, for the ranks of a launcher or for our own; refuses what no rank could work with."""
+    from gradsync.train.prove_cases import SEQUENCES, GPTSubject, UserSubject, sequences_for
+
     if options.backend is not None:
         from gradsync.comm.backends import choose_backend
 
-        if options.backend not in _BACKENDS:
-            raise ConfigError(f"--backend {options.backend} is unknown; there are {', '.join(_BACKENDS)}")
         choose_backend(options.backend)
-    if options.model is not None:
-        from gradsync.train.prove_cases import UserSubject
-
-        sys.path.insert(0, os.getcwd())
-        UserSubject(options.model)
+        if world is None and options.backend not in _BACKENDS:
+            raise ConfigError(f"--backend {options.backend} is unknown; there are {', '.join(_BACKENDS)}")
+    sequences = SEQUENCES if world is None else sequences_for(world)
+    if options.model is None:
+        return GPTSubject(sequences)
+    sys.path.insert(0, os.getcwd())
+    return UserSubject(options.model, sequences)
 
 
 def _device_type(wanted: str, nproc: int) -> str:
@@ -159,13 +154,15 @@ def _prove(rows: "list[Case]", options: Any, device_type: str) -> "list[Finding]
 def _launch(rows: "list[Case]", options: Any, device_type: str, folder: Path) -> str | None:
     """Start the processes; returns what has ended them early."""
     from gradsync.cli.local_ranks import run_ranks
-    from gradsync.train.prove import ProofJob, run_cases
+    from gradsync.train.prove import ProofJob, reference_file, run_cases
 
     job = ProofJob(rows, options.model, options.steps, device_type, folder)
     print(f"running {len(rows)} row(s) of {options.steps} steps ...", file=sys.stderr, flush=True)
     try:
         run_ranks(run_cases, max(row.world for row in rows), job)
     except GradsyncError as error:
+        if not reference_file(folder).exists():
+            raise  # not a row's fault: the model does not run in one plain process either
         return str(error)
     return None
 

@@ -3,11 +3,12 @@
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from gradsync.cli.options import new_parser
 from gradsync.errors import ConfigError
-from gradsync.observe.terminal import fit_for
+from gradsync.observe.terminal import fit_for, say
+from gradsync.train.config import MAX_SEED
 
 _DESCRIPTION = "Print text that a trained run goes on with."
 
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     from gradsync.train.trained import load_trained
 
     trained = load_trained(Path(options.run), options.checkpoint, options.device)
-    print(f"from {trained.checkpoint}", file=sys.stderr)
+    say(f"from {trained.checkpoint}", sys.stderr)
     is_one = len(prompts) * options.num_samples == 1
     for prompt in prompts:
         for number in range(options.num_samples):
@@ -63,14 +64,16 @@ def _prompts(prompt: str | None, file: str | None) -> Iterator[str]:
         lines = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompt-file {file} cannot be read: {error}") from error
-    found = [line for line in lines.splitlines() if line]
+    found = [prompt for line in lines.split("\n") if (prompt := line.removesuffix("\r"))]
     if not found:
         raise ConfigError(f"--prompt-file {file} holds no prompt; write one a line")
     yield from found
 
 
-def _check(options: object) -> None:
+def _check(options: Any) -> None:
     for name, least in (("num_samples", 1), ("max_tokens", 1), ("temperature", 0), ("top_k", 1), ("seed", 0)):
         value = getattr(options, name)
         if value is not None and value < least:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}")
+    if options.seed + options.num_samples > MAX_SEED:
+        raise ConfigError(f"--seed is {options.seed}; it must be less than 2**63")

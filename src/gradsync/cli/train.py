@@ -13,12 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from gradsync.cli.cores import num_cores
-from gradsync.cli.options import add_config_options, given_options, new_parser, print_config
-from gradsync.comm.launchers import adopt
-from gradsync.errors import ConfigError, DataError
-from gradsync.parallel.degrees import check_strategy, resolve_degrees
-from gradsync.train.batch import choose_num_processes, plan_batch
+from gradsync.cli.options import (
+    Parser,
+    add_config_options,
+    checked_options,
+    given_options,
+    new_parser,
+    print_config,
+)
+from gradsync.comm.launchers import Placement, adopt
+from gradsync.errors import ConfigError
+from gradsync.train.batch import choose_num_processes
 from gradsync.train.config import TrainConfig, inherited, resolve
+from gradsync.train.outline import check_options
 from gradsync.train.runfolder import RunFolder, check_usable, new_run_path, newest_run_path, read_config
 
 _DESCRIPTION = "Train a GPT on text. Without options: a small one on the sources of Python's standard library."
@@ -26,6 +33,25 @@ _DESCRIPTION = "Train a GPT on text. Without options: a small one on the sources
 
 def main(arguments: Sequence[str]) -> int:
     """Run ``gradsync train`` and return its exit code."""
+    given = _given(arguments)
+    is_printing, is_dry = given.pop("print_config", False), given.pop("dry_run", False)
+    config = resolve(given)
+    if is_printing:
+        print_config(asdict(config))
+        return 0
+    place = adopt(os.environ)
+    if is_dry:
+        return _dry_run(config, place)
+    if place is None:
+        return _start(config)
+    # Not the folder: rank 0 may be at work in it already.
+    check_options(config, place.world_size, _device_type(config.device, place.local_world_size))
+    from gradsync.cli.worker import join
+
+    return join(config)
+
+
+def _given(arguments: Sequence[str]) -> dict[str, Any]:
     parser = new_parser("train", _DESCRIPTION)
     add_config_options(parser)
     parser.option("--config", str | None, None, "YAML file of these options; the command line wins", "run")
@@ -41,18 +67,7 @@ def main(arguments: Sequence[str]) -> int:
     given = given_options(parser, arguments)
     if given.pop("auto_resume", False):
         given["resume"] = _has_begun(given)
-    is_printing, is_dry = given.pop("print_config", False), given.pop("dry_run", False)
-    config = resolve(_with_inherited(given))
-    if is_printing:
-        print_config(asdict(config))
-        return 0
-    if is_dry:
-        return _dry_run(config)
-    if adopt(os.environ) is not None:
-        from gradsync.cli.worker import join
-
-        return join(config)
-    return _start(config)
+    return _with_inherited(parser, given)
 
 
 def _has_begun(given: dict[str, Any]) -> bool:
@@ -62,36 +77,35 @@ def _has_begun(given: dict[str, Any]) -> bool:
     return RunFolder(given["run"]).config_file.is_file()
 
 
-def _with_inherited(given: dict[str, Any]) -> dict[str, Any]:
+def _with_inherited(parser: Parser, given: dict[str, Any]) -> dict[str, Any]:
     """Put the saved options of a resumed run below the given ones."""
     if not given.get("resume"):
         return given
     run = given.get("run") or newest_run_path()
-    saved = inherited(read_config(Path(run))) if Path(run).is_dir() and any(Path(run).iterdir()) else {}
+    is_there = Path(run).is_dir() and any(Path(run).iterdir())
+    saved = checked_options(parser, inherited(read_config(Path(run))), RunFolder(run).config_file) if is_there else {}
     return {**saved, **given, "run": run}
 
 
-def _dry_run(config: TrainConfig) -> int:
+def _dry_run(config: TrainConfig, place: Placement | None) -> int:
+    config, world, device_type = _checked(config, place)
+    if place is not None and place.rank != 0:
+        return 0
     from gradsync.train.dryrun import dry_run
 
-    config = replace(config, run=config.run or new_run_path(config.preset))
-    device_type = config.device if config.device != "auto" else ("cuda" if _num_gpus() else "cpu")
-    for line in dry_run(config, config.nproc or _choose_nproc(config), device_type):
+    for line in dry_run(config, world, device_type):
         print(line)
     return 0
 
 
 def _start(config: TrainConfig) -> int:
-    """Check what can be checked without torch, then train with processes of this machine."""
-    config = replace(config, run=config.run or new_run_path(config.preset))
-    check_usable(config)
-    if config.data != "stdlib" and not Path(config.data).exists():
-        raise DataError(f"--data {config.data} does not exist; give a text file, a folder, or 'stdlib'")
-    nproc = config.nproc or _choose_nproc(config)
-    degrees = resolve_degrees(nproc, config.dp, config.tp, config.pp)
-    check_strategy(config.strategy, degrees)
-    plan_batch(config.batch_tokens, config.context, degrees.data, config.micro_batch, config.max_micro_batch)
+    """Train with processes of this machine."""
+    config, nproc, _ = _checked(config, None)
     print(f"starting {nproc} process{'es' if nproc > 1 else ''} ...", file=sys.stderr, flush=True)
+    return _start_ranks(config, nproc)
+
+
+def _start_ranks(config: TrainConfig, nproc: int) -> int:
     if nproc == 1:
         from gradsync.cli.worker import run_alone
 
@@ -99,6 +113,20 @@ def _start(config: TrainConfig) -> int:
     from gradsync.cli.launch import launch
 
     return launch(config, nproc)
+
+
+def _checked(config: TrainConfig, place: Placement | None) -> tuple[TrainConfig, int, str]:
+    """Check all that can be before anything is started; returns what is to be, on how many processes and on what."""
+    config = replace(config, run=config.run or new_run_path(config.preset))
+    check_usable(config)
+    world = place.world_size if place is not None else config.nproc or _choose_nproc(config)
+    device_type = _device_type(config.device, world if place is None else place.local_world_size)
+    check_options(config, world, device_type)
+    if config.backend != "auto":
+        from gradsync.comm.backends import choose_backend
+
+        choose_backend(config.backend)
+    return config, world, device_type
 
 
 def _choose_nproc(config: TrainConfig) -> int:
@@ -112,9 +140,20 @@ def _choose_nproc(config: TrainConfig) -> int:
 
 def _num_places(device: str) -> int:
     gpus = 0 if device == "cpu" else _num_gpus()
+    return gpus or num_cores()
+
+
+def _device_type(device: str, num_local: int) -> str:
+    """Return what so many processes of a host compute on, refusing what it does not have."""
+    gpus = 0 if device == "cpu" else _num_gpus()
     if device == "cuda" and not gpus:
         raise ConfigError("--device cuda: there is no CUDA device on this machine; use --device cpu or auto")
-    return gpus or num_cores()
+    if 0 < gpus < num_local:
+        raise ConfigError(
+            f"{num_local} processes on this machine need as many CUDA devices, and there are {gpus}; start fewer "
+            f"(--nproc), or use --device cpu"
+        )
+    return "cuda" if gpus else "cpu"
 
 
 def _num_gpus() -> int:

@@ -17,15 +17,17 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 
 from gradsync.cli.cores import num_cores
 from gradsync.cli.failures import describe, failure_of, keep_trace, record
-from gradsync.cli.main import EXIT_INTERRUPTED, EXIT_TERMINATED, fail
+from gradsync.cli.main import EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USAGE, fail
+from gradsync.cli.speaker import leave_with, let_speak
 from gradsync.comm.last_words import end_now, tell
 from gradsync.comm.watch import watch_of_world
 from gradsync.errors import ConfigError, GradsyncError
 from gradsync.observe.progress import Silent, View, open_view
-from gradsync.observe.terminal import fit_for
+from gradsync.observe.terminal import fit_for, lasting
 from gradsync.train.config import TrainConfig
 from gradsync.train.interrupt import STOP_WORD, StopReason, StopRequests, listening
 from gradsync.train.job import Job, Place
@@ -69,8 +71,10 @@ def join(config: TrainConfig) -> int:
     def give_up(error: Exception) -> NoReturn:
         failure = failure_of(rank, error)
         keep_trace(config, failure)
-        # What all ranks refused together is said once.
-        if rank == 0 or not failure.is_expected:
+        # What all ranks refuse together is said once; but rank 0 may be just the one that is lost.
+        if rank != 0 and failure.is_expected:
+            let_speak(failure.exit_code)
+        if rank == 0 or failure.exit_code != EXIT_USAGE:
             fail(_PROGRAM, describe(failure, config), failure.exit_code)
         end_now(failure.exit_code)
 
@@ -78,7 +82,11 @@ def join(config: TrainConfig) -> int:
         with listening(requests, _TORCHRUN_REPEAT_S):
             outcome = _train_in_group(config, requests, give_up)
     except Exception as error:  # noqa: BLE001
-        tell(error)
+        if isinstance(error, ConfigError) and not dist.is_initialized():
+            raise
+        if rank != 0:
+            leave_with(failure_of(rank, error).exit_code)
+        _tell_the_others(error)
         give_up(error)
     return exit_code(outcome)
 
@@ -103,8 +111,15 @@ def run_local_rank(config: TrainConfig, control: Path) -> Outcome:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGHUP, signal.SIGTERM})
             return _train_in_group(config, requests, give_up)
     except Exception as error:  # noqa: BLE001
-        tell(error)
+        _tell_the_others(error)
         give_up(error)
+
+
+def _tell_the_others(error: Exception) -> None:
+    watch = watch_of_world()
+    if watch is not None:
+        watch.when_stuck = None  # what the others tell meanwhile is not what this rank fails of
+    tell(error)
 
 
 def exit_code(outcome: Outcome) -> int:
@@ -145,15 +160,17 @@ def _train(config: TrainConfig, ranks: Ranks, requests: StopRequests, view: View
 
 
 def _print_results(outcome: Outcome) -> None:
+    lines = []
     if not outcome.is_finished:
-        print(f"stopped after step {outcome.step} of {outcome.total_steps}; go on with:")
-        print(f"  gradsync train --run {outcome.run} --resume", flush=True)
-        return
-    loss = "" if outcome.val_loss is None else f", validation loss {outcome.val_loss:.4f} nats per token"
-    print(f"finished step {outcome.step} of {outcome.total_steps}{loss}")
-    if outcome.sample is not None:
-        print(f"--- sample ---\n{fit_for(sys.stdout, outcome.sample)}\n--------------")
-    print(f'more samples: gradsync sample {outcome.run} --prompt "..."', flush=True)
+        lines.append(f"stopped after step {outcome.step} of {outcome.total_steps}; go on with:")
+        lines.append(f"  gradsync train --run {outcome.run} --resume")
+    else:
+        loss = "" if outcome.val_loss is None else f", validation loss {outcome.val_loss:.4f} nats per token"
+        lines.append(f"finished step {outcome.step} of {outcome.total_steps}{loss}")
+        if outcome.sample is not None:
+            lines.append(f"--- sample ---\n{outcome.sample}\n--------------")
+        lines.append(f'more samples: gradsync sample {outcome.run} --prompt "..."')
+    print(fit_for(sys.stdout, "\n".join(lines)), file=lasting(sys.stdout), flush=True)
 
 
 def _device(config: TrainConfig) -> torch.device:
@@ -179,7 +196,7 @@ def _set_threads(config: TrainConfig) -> None:
 
 
 def _open_view(config: TrainConfig) -> View:
-    return open_view(config.progress, sys.stderr, config.log_every)
+    return open_view(config.progress, lasting(sys.stderr), config.log_every)
 
 
 @contextmanager

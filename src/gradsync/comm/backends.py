@@ -87,6 +87,8 @@ def _check_available(requested: str) -> None:
     reason = shm.is_available() if "shm" in requested else None
     if reason is not None:
         raise ConfigError(f"backend 'shm' was asked for, but {reason}; use backend 'auto'")
+    if requested == "nccl" and dist.is_nccl_available() and not torch.cuda.is_available():
+        raise ConfigError("backend 'nccl' was asked for, but there is no CUDA device here; use backend 'auto'")
     if requested == mpi.NAME and mpi.is_available() is not None:
         raise MissingExtraError(f"backend 'mpi' was asked for, but {mpi.is_available()}")
     probes = {"nccl": dist.is_nccl_available, "gloo": dist.is_gloo_available, "mpi": dist.is_mpi_available}

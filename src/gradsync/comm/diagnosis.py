@@ -1,14 +1,14 @@
 """What the places of all ranks say about why nobody gets on: words only, no store and no torch.
 
 The odd one out is whoever does not wait like the others: who does not answer, has left, or is elsewhere. If all wait,
-it is whoever waits in another pass or for another bucket.
+it is whoever waits in a collective of his own, in another step or pass, or for another bucket.
 """
 
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from gradsync.comm.ledger import Place
+from gradsync.comm.ledger import BEFORE_FIRST_PASS, Place
 
 _COLLECTIVE = re.compile(r"distributed_c10d\.py:\d+ in (\w+)|functional_collectives")
 _INNER_FUNCTIONS = {"wrapper", "wait", "_object_to_tensor"}
@@ -53,6 +53,9 @@ def odd_ones(members: Sequence[int], places: Mapping[int, Place], left: Sequence
     elsewhere = [rank for rank in members if places[rank].waited_s is None]
     if elsewhere and len(elsewhere) < len(members):
         return elsewhere, _cause_of(places[elsewhere[0]])
+    alone = [rank for rank in members if places[rank].collective]
+    if alone and len(alone) < len(members):
+        return alone, _cause_of(places[alone[0]])
     return _unlike_the_others(members, places)
 
 
@@ -63,6 +66,7 @@ def name_of(ranks: Sequence[int]) -> str:
 
 def _unlike_the_others(members: Sequence[int], places: Mapping[int, Place]) -> tuple[list[int], str]:
     for what, of in (
+        ("", {rank: places[rank].loop for rank in members}),
         ("pass", {rank: places[rank].step for rank in members}),
         ("phase", {rank: places[rank].phase for rank in members}),
         ("bucket", {rank: places[rank].bucket for rank in members}),
@@ -71,11 +75,17 @@ def _unlike_the_others(members: Sequence[int], places: Mapping[int, Place]) -> t
         if len(counts) > 1:
             usual = max(counts, key=lambda value: (counts[value], of[members[0]] == value))
             odd = [rank for rank in members if of[rank] != usual]
+            here, there = (f"{what} {name}".strip() or "no loop" for name in (of[odd[0]], usual))
             return odd, (
-                f"it waits in {what} {of[odd[0]]} and the others in {what} {usual}: it skipped a backward, ran one "
-                f"more, or branched before a collective; every rank must run the same number of synchronised "
-                f"backwards (uneven inputs: ddp.join())"
+                f"it waits in {here} and the others in {there}: it skipped a backward, ran one more, or branched "
+                f"before a collective; every rank must run the same number of synchronised backwards (uneven inputs: "
+                f"ddp.join())"
             )
+    if all(places[rank].collective for rank in members):
+        return [], (
+            "all ranks wait in collectives, so none of them is late: they have not issued the same ones (compare the "
+            "stacks), or the network between them or the process group's backend has failed"
+        )
     return [], (
         "all ranks wait in the same place, so none of them is late: look at the network between them and at the "
         "process group's backend"
@@ -86,8 +96,8 @@ def _cause_of(place: Place) -> str:
     where = "; ".join(place.stack)
     innermost = place.stack[-1] if place.stack else "an unknown place"
     collective = [name for name in _COLLECTIVE.findall(where) if name not in _INNER_FUNCTIONS]
-    if collective or _COLLECTIVE.search(where):
-        name = next((name for name in reversed(collective) if name), "another one")
+    if collective or _COLLECTIVE.search(where) or place.collective:
+        name = next((name for name in reversed(collective) if name), place.collective or "another one")
         return (
             f"it is in a collective that the others did not issue ({name}); every rank must issue the same "
             "collectives in the same order"
@@ -111,7 +121,11 @@ def _describe(place: Place | None, has_left: bool) -> str:
         return "has ended"
     if place is None:
         return "no answer"
-    doing = place.phase if place.bucket is None else f"{place.phase}, bucket {place.bucket}"
-    waited = "" if place.waited_s is None else f" (waiting for {place.waited_s:.1f} s)"
+    doing = [place.loop] if place.loop else []
+    if not place.loop or place.phase != BEFORE_FIRST_PASS:
+        bucket = "" if place.bucket is None else f", bucket {place.bucket}"
+        doing.append(f"pass {place.step}, {place.phase}{bucket}")
+    where = f" in {place.collective}" if place.collective else ""
+    waited = "" if place.waited_s is None else f" (waiting{where} for {place.waited_s:.1f} s)"
     stack = "".join(f"\n      {line}" for line in place.stack)
-    return f"pass {place.step}, {doing}{waited}{stack}"
+    return f"{'; '.join(doing)}{waited}{stack}"

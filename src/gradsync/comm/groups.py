@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from gradsync.comm.watch import wait_for
+from gradsync.comm.waits import wait_for
 
 Group = dist.ProcessGroup
 

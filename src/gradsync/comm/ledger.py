@@ -8,7 +8,7 @@ Nothing here waits for another rank or starts a thread; that is ``watch``'s part
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +17,8 @@ import torch.distributed as dist
 _torch: Any = dist  # for what torch's stubs leave out
 _PATIENCE = timedelta(seconds=5)
 _lives = itertools.count()
+
+BEFORE_FIRST_PASS = "before the first pass"
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,20 @@ class Place:
     excuse: str = ""
     """What this rank alone does, with the others told to be patient."""
     stack: tuple[str, ...] = ()
+    loop: str = ""
+    """What the training loop says of itself (``step 12, data``); empty if it says nothing."""
+    collective: str = ""
+    """The collective, none of the engine's, that it has been in for as long as it waits."""
+    still_s: float = 0.0
+    """How long it has begun nothing else and issued no operation."""
+
+    @property
+    def spot(self) -> str:
+        """Where it is, in the words of the loop and of the engine."""
+        engine = f"pass {self.step} ({self.phase})"
+        if not self.loop:
+            return engine
+        return self.loop if self.phase == BEFORE_FIRST_PASS else f"{self.loop}; {engine}"
 
 
 @dataclass(frozen=True)
@@ -41,7 +57,8 @@ class Event:
     """``failure`` (an exception ended the rank), ``left`` (it ended in peace), ``inquiry`` or ``verdict``."""
     rank: int
     text: str = ""
-    place: dict[str, Any] = field(default_factory=dict)
+    spot: str = ""
+    """Where the rank was when it failed."""
     members: tuple[int, ...] = ()
     """The ranks that an inquiry or a verdict is about."""
 
@@ -53,8 +70,13 @@ class Ledger:
         self.rank = rank
         self.world = world
         self._keep_alive = store
-        self._store = _torch.PrefixStore(f"gradsync/ledger/{next(_lives)}", own_connection(store))
+        self._store = _Counted(_torch.PrefixStore(f"gradsync/ledger/{next(_lives)}", own_connection(store)))
         self._next = 0
+
+    @property
+    def open_call(self) -> int:
+        """The number of the call that the store has not answered yet; 0 if there is none. It never times out."""
+        return self._store.open_call
 
     def post(self, event: Event) -> int:
         """Append an event, and return its number."""
@@ -94,6 +116,27 @@ class Ledger:
                 values = json.loads(self._store.get(key))
                 found[rank] = Place(**{**values, "stack": tuple(values["stack"])})
         return found
+
+
+class _Counted:
+    """A store that numbers its calls, so that another thread can see that one is not answered."""
+
+    def __init__(self, store: Any) -> None:
+        self.open_call = 0
+        self._store = store
+        self._numbers = itertools.count(1)
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._store, name)
+
+        def call(*arguments: Any) -> Any:
+            self.open_call = next(self._numbers)
+            try:
+                return method(*arguments)
+            finally:
+                self.open_call = 0
+
+        return call
 
 
 def own_connection(store: Any) -> Any:

@@ -87,6 +87,7 @@ class MpiGroup(PythonGroup):
     def send(self, tensors: Any, peer: int, tag: int = 0) -> MessageWork:
         """Send a tensor to a rank of the group."""
         tensor = arguments.single(tensors, "send")
+        self._num_messages += 1
         name = f"send to rank {self._global_ranks[peer]} with tag {tag}"
         data = raw(arguments.contiguous(tensor))
         request = self.check(name).Isend(moved(data), peer, _tag(tag))
@@ -95,6 +96,7 @@ class MpiGroup(PythonGroup):
     def recv(self, tensors: Any, peer: int | None, tag: int = 0) -> MessageWork:
         """Receive a tensor from a rank of the group (None: from whichever sends first)."""
         tensor = arguments.single(tensors, "recv")
+        self._num_messages += 1
         flat = arguments.contiguous(tensor)
         who = "any rank" if peer is None else f"rank {self._global_ranks[peer]}"
         name, data = f"receive from {who} with tag {tag}", raw(flat)

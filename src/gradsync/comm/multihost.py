@@ -153,14 +153,17 @@ class MultiHostGroup(PythonGroup):
     def send(self, tensors: Any, peer: int, tag: int = 0) -> Any:
         """Send a tensor to a rank of the group."""
         tensor = arguments.contiguous(arguments.single(tensors, "send"))
+        self._num_messages += 1
         return self._everybody.send([tensor], peer, tag)
 
     def recv(self, tensors: Any, peer: int, tag: int = 0) -> Any:
         """Receive a tensor from a rank of the group."""
+        self._num_messages += 1
         return self._everybody.recv([arguments.single(tensors, "recv")], peer, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         """Receive a tensor from whichever rank sends first."""
+        self._num_messages += 1
         return self._everybody.recv_anysource([arguments.single(tensors, "recv")], tag)
 
     # -- building blocks

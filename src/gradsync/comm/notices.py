@@ -15,7 +15,8 @@ from torch.distributed.constants import default_pg_timeout
 
 from gradsync.comm.groups import Group
 from gradsync.comm.ledger import can_hold_ledger
-from gradsync.comm.watch import Waits, watch_of_world
+from gradsync.comm.waits import Cuttable, Waits
+from gradsync.comm.watch import watch_of_world
 
 _torch: Any = dist  # for what torch's stubs leave out
 _QUICK_S = 0.05
@@ -40,21 +41,21 @@ def exchange_notices(group: Group, topic: str, text: str) -> list[str] | None:
     store = _torch.PrefixStore(f"gradsync/notices/{name}/{_rounds[name]}", dist.distributed_c10d._get_default_store())
     store.set(str(group.rank()), text)
     keys = [str(rank) for rank in range(group.size())]
-    Waits(group, watch, None, is_sliced=True).wait(_Notices(store, keys))
+    Waits(group, watch, None).wait(_Notices(store, keys))
     if store.has_extended_api():
         return [value.decode() for value in store.multi_get(keys)]
     return [store.get(key).decode() for key in keys]
 
 
-class _Notices:
-    """Looks like a work that is complete when all notices are there."""
+class _Notices(Cuttable):
+    """The arrival of all notices."""
 
     def __init__(self, store: Any, keys: Sequence[str]) -> None:
         self._store = store
         self._keys = list(keys)
 
     def wait(self, limit: timedelta | None = None) -> None:
-        """Wait for all notices; with a limit, raise RuntimeError when it is over."""
+        """See ``Cuttable``."""
         until_s = time.monotonic() + _QUICK_S
         while time.monotonic() < until_s:
             if self._store.check(self._keys):

@@ -8,6 +8,7 @@ at a moment that garbage collection chooses is not safe; the ranks agree which o
 
 import json
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
 from gradsync.comm.groups import Group, exchange_text, group_timeout
+from gradsync.comm.waits import waits_of
 
 
 @dataclass
@@ -60,7 +62,7 @@ def borrow_group(parent: Group, device: torch.device, backend: str | None = None
         shelf.free.remove(number)
     else:
         number = max(count for _, count in everyone)
-        shelf.groups[number] = _new_group(parent, device, name, number)
+        shelf.groups[number] = _make_watched(parent, name, lambda: _new_group(parent, device, name, number))
     return Lease(shelf, number)
 
 
@@ -85,6 +87,12 @@ def _clear_away() -> None:
                 dist.destroy_process_group(group)
         if not shelf.groups:
             _shelves.remove(shelf)
+
+
+def _make_watched(parent: Group, backend: str, make: Callable[[], Group]) -> Group:
+    """Return what ``make`` returns, with an end to it if another rank does not come; torch itself waits for long."""
+    is_of_any_thread = backend in ("gloo", "shm")  # a device is one thread's, and so may MPI be
+    return waits_of(parent).beside(make) if is_of_any_thread else make()
 
 
 def _new_group(parent: Group, device: torch.device, backend: str, number: int) -> Group:

@@ -49,6 +49,7 @@ class PythonGroup(_TorchGroup):  # type: ignore[misc]
         self._num_ranks = size
         self._timeout_s = timeout.total_seconds()
         self._next_sequence = 0
+        self._num_messages = 0
         self._coalesced: list[Work] | None = None
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, inner)
 
@@ -80,6 +81,11 @@ class PythonGroup(_TorchGroup):  # type: ignore[misc]
 
     def _make_barrier(self, timeout_s: float) -> Make:
         raise NotImplementedError
+
+    @property
+    def num_issued(self) -> int:
+        """How many operations and messages this rank has issued."""
+        return self._next_sequence + self._num_messages
 
     # -- identity
 

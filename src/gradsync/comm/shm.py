@@ -126,6 +126,7 @@ class ShmGroup(PythonGroup):
     def send(self, tensors: Any, peer: int, tag: int = 0) -> MessageWork:
         """Send a tensor to a rank of the group."""
         tensor = arguments.single(tensors, "send")
+        self._num_messages += 1
         name = f"send to {self._channel.name_of([peer])} with tag {tag}"
         data = self._channel.bytes_of(arguments.contiguous(tensor))
         return self._messages.send(MessageWork(name, [tensor], data, peer, tag, self._timeout_s))
@@ -133,6 +134,7 @@ class ShmGroup(PythonGroup):
     def recv(self, tensors: Any, peer: int | None, tag: int = 0) -> MessageWork:
         """Receive a tensor from a rank of the group (None: from whichever sends first)."""
         tensor = arguments.single(tensors, "recv")
+        self._num_messages += 1
         flat = arguments.contiguous(tensor)
         who = "any rank" if peer is None else self._channel.name_of([peer])
         name = f"receive from {who} with tag {tag}"

@@ -6,31 +6,39 @@ ranks were found to have lost each other, it leaves the error in ``error``, whic
 
 [Note: Ending a wait] A wait on gloo cannot be interrupted, so it is cut into slices, between which it looks at
 ``error``. Groups written in Python offer ``give_up`` and are waited for in one piece. Where neither works the
-group's own time-out has to do.
+group's own time-out has to do, or ``when_stuck``, which ends the process.
 
-[Note: Cost] Nothing happens on a pass that goes well but a few attributes being set.
+[Note: Other collectives] Those that torch issues (fully sharded, tensor and pipeline parallel) and the user's own wait
+as torch waits; that a rank does is seen from its stack (``standstill``). Such a wait may be a part of a longer
+exchange, and is held against nobody who gets on: it is only useless if a rank has begun nothing new for the soft limit,
+or does not answer. It is minded where somebody can end it, so with ``when_stuck`` alone; elsewhere the users' own
+barriers may last as they like, and are merely named.
+
+[Note: A store that is silent] Its calls know no time limit, and whoever serves it may be stopped, or be a host that is
+gone. So a second thread looks whether the first one is still in the same call; it counts its own looks rather than the
+time, since this process may have been stopped itself. Without the store nobody can be asked: a wait beyond the limit is
+then ended on this rank's own judgement.
+
+[Note: Cost] Nothing happens on a pass that goes well but a few attributes being set, and two looks a second.
 """
 
 import atexit
-import linecache
 import os
 import socket
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 
 from gradsync.comm.aftermath import is_aftermath
 from gradsync.comm.diagnosis import diagnose, name_of
-from gradsync.comm.ledger import Event, Ledger, Place, can_hold_ledger
+from gradsync.comm.ledger import BEFORE_FIRST_PASS, Event, Ledger, Place, can_hold_ledger
+from gradsync.comm.standstill import Standstill, is_in_collective, stack_of
+from gradsync.comm.store import is_served_by_launcher
 from gradsync.errors import GradsyncError, RankFailedError, StalledError
 
 DEFAULT_SOFT_LIMIT_S = 60.0
@@ -38,6 +46,7 @@ DEFAULT_SOFT_LIMIT_S = 60.0
 _LOOK_S = 0.5
 _HURRY_S = 0.05
 _ANSWER_S = 1.5  # three looks of the rank that is asked
+_ANSWERS_IN_LIMIT = 12  # a busy machine may need longer, and whoever has waited for long can wait for that
 _POSTED_S = 1.0  # how long after the loss of a connection the cause may take to appear
 _TOLD_S = 0.3  # the same where the other rank may well go on
 _NOTED_S = 1.0
@@ -45,8 +54,25 @@ _AFTER_LEAVING_S = 1.0
 _LAST_LOOK_S = 1.0
 _STORE_S = 2.0  # how much longer the store itself may take
 _STUCK_S = 3.0
-_STACK_LINES = 6
-_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_SILENCE_S = 5.0
+_EXCUSED_LIMITS = 10  # so many soft limits is what one rank may take for what the others know to be long
+
+
+class Wait(Protocol):
+    """What a rank waits in; all times are ``time.monotonic``."""
+
+    since_s: float
+    patient_until_s: float
+    """Until when the others may take their time, by what they have answered."""
+    limit_s: float
+    members: list[int]
+    thread: int | None
+    """The thread of this process for whose end this rank waits, if it is that."""
+    is_patient: bool
+    """Whether it goes on as long as all others get on."""
+
+    def interrupt(self, error: GradsyncError) -> None:
+        """End it, if there is a way."""
 
 
 class Watch:
@@ -56,27 +82,39 @@ class Watch:
         self.rank, self.world = ledger.rank, ledger.world
         self.soft_limit_s = soft_limit_s
         self.step = 0
-        self.phase = "before the first pass"
+        self.phase = BEFORE_FIRST_PASS
+        self.loop = ""
+        """What the training loop says of itself."""
         self.bucket: int | None = None
-        self.waiting: Waits | None = None
+        self.waiting: Wait | None = None
         self.error: GradsyncError | None = None
         self.when_stuck: Callable[[GradsyncError], None] | None = None
-        """Called, on the watch's thread, when an error is known and the rank has not raised it after a while."""
+        """Called, on the watch's thread, when an error is known and the rank has not raised it after a while. Whoever
+        sets it has torch's own collectives minded, too; see [Note: Other collectives]."""
         self.has_raised = False
         self.is_deaf = False
         """The store is gone, and with it all that the ranks could tell each other."""
+        self._loss: Exception | None = None
+        """How the store was lost, unless it left with its rank in peace."""
         self._excuse = ""
+        self._excused_since_s = 0.0
         self._left: set[int] = set()
         self._ledger = ledger
+        group = _default_group()
+        self._group = None if group is None else weakref.ref(group)
         self._waiter = threading.main_thread().ident
+        self._standstill = Standstill(self._waiter)
+        self._other_wait: OtherWait | None = None
         self._is_over = threading.Event()
         self._hurries = 0
-        self._known_since_s = 0.0
+        self._known_since_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="gradsync-watch", daemon=True)
+        self._guard = threading.Thread(target=self._run_guard, name="gradsync-guard", daemon=True)
 
     def start(self) -> None:
         """Begin to read the ledger."""
         self._thread.start()
+        self._guard.start()
 
     def stop(self, patience_s: float = 0.0) -> bool:
         """End the thread; returns whether it has ended in time, which it does unless the store is stuck.
@@ -90,8 +128,8 @@ class Watch:
 
     @contextmanager
     def excused(self, what: str) -> Iterator[None]:
-        """Ask the other ranks to be patient while this rank alone does something long."""
-        self._excuse = what
+        """Ask the other ranks to be patient while this rank alone does something long, though not for ever."""
+        self._excuse, self._excused_since_s = what, time.monotonic()
         try:
             yield
         finally:
@@ -102,7 +140,7 @@ class Watch:
         text = f"{type(error).__name__}: {error}"
         others = [rank for rank in range(self.world) if rank != self.rank]
         with self._hurry():
-            number = self._ledger.post(Event("failure", self.rank, text, {"step": self.step, "phase": self.phase}))
+            number = self._ledger.post(Event("failure", self.rank, text, self._spot()))
             self._poll(_NOTED_S, lambda: self._ledger.have_noted(number, others))
 
     def leave(self, takes_store_along: bool) -> None:
@@ -124,9 +162,29 @@ class Watch:
 
     def where(self) -> Place:
         """Return where this rank is now."""
-        waiting = self.waiting
-        waited_s = None if waiting is None else time.monotonic() - waiting.since_s
-        return Place(self.step, self.phase, self.bucket, waited_s, self._excuse, stack_of(self._waiter))
+        waiting, still, now = self.waiting, self._standstill, time.monotonic()
+        self._look_at_oneself()
+        collective = still.collective if waiting is None else ""
+        since_s = waiting.since_s if waiting is not None else still.since_s if collective else None
+        worker = self._waiter if waiting is None or waiting.thread is None else waiting.thread
+        # who waits for his own thread is where that one is; and whoever waits for others has no excuse
+        is_waiting = since_s is not None and (worker == self._waiter or is_in_collective(worker))
+        is_excusable = now - self._excused_since_s < _EXCUSED_LIMITS * self.soft_limit_s
+        excuse = (self._excuse if is_excusable else "") or ("compiling" if still.is_compiling else "")
+        return Place(
+            self.step,
+            self.phase,
+            self.bucket,
+            waited_s=now - since_s if since_s is not None and is_waiting else None,
+            excuse="" if is_waiting else excuse,
+            stack=stack_of(worker),
+            loop=self.loop,
+            collective=collective,
+            still_s=now - still.progressed_s,
+        )
+
+    def _spot(self) -> str:
+        return Place(self.step, self.phase, loop=self.loop).spot
 
     def explain(self, error: BaseException, members: Sequence[int]) -> BaseException:
         """Return what stands behind an error that may only be the echo of another rank's, or the error itself.
@@ -138,6 +196,8 @@ class Watch:
                 self._poll(_POSTED_S if members else _TOLD_S, lambda: self.error is not None or self.is_deaf)
                 if self.error is None and not self.is_deaf and members:
                     self.error = self._missing_in_time(error, members)
+        if self.error is None and self._loss is not None and 0 in members:
+            self.error = self._lost_with_the_store(error)
         return error if self.error is None else self.raised()
 
     def _missing_in_time(self, error: BaseException, members: Sequence[int]) -> GradsyncError | None:
@@ -150,7 +210,7 @@ class Watch:
             return found[0]
         self.is_deaf = True
         return RankFailedError(
-            f"rank {self.rank} on host {socket.gethostname()}: lost in pass {self.step} ({self.phase}): neither the "
+            f"rank {self.rank} on host {socket.gethostname()}: lost in {self._spot()}: neither the "
             f"other ranks nor the store answer, so this host's network is cut off, or rank 0's host is gone ({error})"
         )
 
@@ -162,7 +222,8 @@ class Watch:
             self._poll(
                 _ANSWER_S, lambda: len(places.update(self._ledger.answers(number, members)) or places) == len(members)
             )
-        except Exception:  # noqa: BLE001 - the store went down too, so there is no more to be known
+        except Exception as loss:  # noqa: BLE001 - the store went down too, so there is no more to be known
+            self._loss, self.is_deaf = loss, True
             return None
         silent = [rank for rank in members if rank not in places]
         if not silent:
@@ -173,25 +234,44 @@ class Watch:
             if left == silent
             else "does not answer any more: it was killed or has crashed; the cause is in its output"
         )
+        return RankFailedError(f"rank {self.rank}: lost in {self._spot()}: {name_of(silent)} {how} ({error})")
+
+    def _lost_with_the_store(self, error: BaseException) -> GradsyncError | None:
+        if self.rank == 0 or is_served_by_launcher():
+            return None  # the error says more
         return RankFailedError(
-            f"rank {self.rank}: lost in pass {self.step} ({self.phase}): {name_of(silent)} {how} ({error})"
+            f"rank {self.rank}: lost in {self._spot()}: rank 0 does not answer any more, and the store that it serves "
+            f"is gone: it was killed or has crashed; the cause is in its output ({error})"
         )
 
     # -- on the thread
 
     def _run(self) -> None:
-        group = _default_group()
-        reference = None if group is None else weakref.ref(group)
-        del group
         while not self._is_over.wait(_HURRY_S if self._hurries else self._interval_s()):
-            if reference is not None and reference() is not _default_group():
-                return  # the user has destroyed it
+            if self._is_group_gone():
+                return
             try:
                 self._look()
-                if self.is_deaf:
-                    return
-            except Exception:  # noqa: BLE001 - the store is gone; the ranks go on without
-                self.is_deaf = True
+            except Exception as loss:  # noqa: BLE001 - the store is gone; the ranks go on without
+                self._loss, self.is_deaf = loss, True
+            if self.is_deaf:
+                return
+
+    def _is_group_gone(self) -> bool:
+        """Whether the user has destroyed the group that this is the watch of."""
+        return self._group is not None and self._group() is not _default_group()
+
+    def _run_guard(self) -> None:
+        """See [Note: A store that is silent]."""
+        call, looks = 0, 0
+        while not self._is_over.wait(_LOOK_S):
+            looks = looks + 1 if 0 != call == self._ledger.open_call else 0
+            call = self._ledger.open_call
+            if self._loss is not None and not self._is_group_gone():
+                self._look_alone(str(self._loss))
+            elif looks * _LOOK_S >= _SILENCE_S:
+                self._look_alone(f"not for {looks * _LOOK_S:.0f} s")
+            elif not self._thread.is_alive():
                 return
 
     def _interval_s(self) -> float:
@@ -202,14 +282,48 @@ class Watch:
     def _look(self) -> None:
         for number, event in self._ledger.new_events():
             self._take(number, event)
+        self._look_at_oneself()
         self._look_after_error()
-        waiting = self.waiting
+        waiting = self._wait_of_now()
         if waiting is None:
             return
+        now = time.monotonic()
         if self.error is not None:
             waiting.interrupt(self.error)
-        elif 0 < self._limit_of(waiting) < time.monotonic() - waiting.since_s:
+        elif 0 < self._limit_of(waiting) < now - waiting.since_s and now >= waiting.patient_until_s:
             self._inquire(waiting)
+
+    def _look_alone(self, loss: str) -> None:
+        """Nobody can be asked any more: what has lasted for longer than the limit is taken to be useless."""
+        self._look_at_oneself()
+        self._look_after_error()
+        waiting = self._wait_of_now()
+        if waiting is None:
+            return
+        waited_s = time.monotonic() - waiting.since_s
+        if self.error is None and 0 < self._limit_of(waiting) < waited_s:
+            whose = "the launcher serves it" if is_served_by_launcher() else "rank 0 serves it"
+            self.error = StalledError(
+                f"rank {self.rank}: has waited {waited_s:.1f} s for other ranks in {self._spot()}, and the soft limit "
+                f"is {waiting.limit_s:g} s; they cannot be asked where they are, since the store does not answer "
+                f"({loss}): {whose}, so look whether that was killed, is stopped, or cannot be reached"
+            )
+        if self.error is not None:
+            waiting.interrupt(self.error)
+
+    def _look_at_oneself(self) -> None:
+        self._standstill.look((self.loop, self.step, self.phase))
+
+    def _wait_of_now(self) -> "Wait | None":
+        """Return what this rank waits in: the engine's wait, or see [Note: Other collectives]."""
+        if self.waiting is not None:
+            return self.waiting
+        if self.when_stuck is None or not self._standstill.collective:
+            return None
+        since_s = self._standstill.since_s
+        if self._other_wait is None or self._other_wait.since_s != since_s:
+            self._other_wait = OtherWait(since_s, list(range(self.world)), self.soft_limit_s)
+        return self._other_wait
 
     def _look_after_error(self) -> None:
         """A main thread that is stuck where nobody can interrupt it (in the store, say) does not hear of an error."""
@@ -218,7 +332,7 @@ class Watch:
         elif time.monotonic() - self._known_since_s > _STUCK_S:
             self.when_stuck(self.error)
 
-    def _limit_of(self, waiting: "Waits") -> float:
+    def _limit_of(self, waiting: "Wait") -> float:
         """Who has ended will not come any more, however long one waits."""
         has_hope = self._left.isdisjoint(waiting.members)
         return waiting.limit_s if has_hope else min(waiting.limit_s or _AFTER_LEAVING_S, _AFTER_LEAVING_S)
@@ -237,33 +351,45 @@ class Watch:
         elif event.kind == "failure" and event.rank != self.rank:
             if self.error is None:
                 self.error = RankFailedError(
-                    f"rank {event.rank} failed in pass {event.place.get('step')} ({event.place.get('phase')}): "
-                    f"{event.text} [seen by rank {self.rank} in pass {self.step}, {self.phase}]"
+                    f"rank {event.rank} failed in {event.spot}: {event.text} "
+                    f"[seen by rank {self.rank} in {self._spot()}]"
                 )
             self._ledger.note(number)
 
-    def _inquire(self, waiting: "Waits") -> None:
+    def _inquire(self, waiting: "Wait") -> None:
         """Ask where all are; the first one to have asked says to all what was found."""
         since_s = waiting.since_s
         members = waiting.members
         awaited = [rank for rank in members if rank not in self._left]
         number = self._ledger.post(Event("inquiry", self.rank, members=tuple(members)))
-        until = time.monotonic() + _ANSWER_S
+        until = time.monotonic() + max(_ANSWER_S, waiting.limit_s / _ANSWERS_IN_LIMIT)
         places: dict[int, Place] = {}
         while len(places) < len(awaited) and time.monotonic() < until and self.error is None:
             for other, event in self._ledger.new_events():
                 self._take(other, event)
             places = self._ledger.answers(number, awaited)
             time.sleep(_HURRY_S)
-        if self.waiting is not waiting or waiting.since_s != since_s or self.error is not None:
+        self._look_at_oneself()
+        if self._wait_of_now() is not waiting or waiting.since_s != since_s or self.error is not None:
             return  # it has got on meanwhile, or somebody else was quicker
-        if len(places) == len(members) and any(place.excuse for place in places.values()):
-            waiting.since_s = time.monotonic()
-            return
+        if len(places) == len(members):
+            patience_s = self._patience_with(places, waiting)
+            if patience_s > 0:
+                waiting.patient_until_s = time.monotonic() + patience_s
+                return
         text = diagnose(members, places, sorted(self._left), waiting.limit_s, self.rank)
         self._ledger.post(Event("verdict", self.rank, text, members=tuple(members)))
         for other, event in self._ledger.new_events():
             self._take(other, event)
+
+    @staticmethod
+    def _patience_with(places: Mapping[int, Place], waiting: "Wait") -> float:
+        """Return how long to wait before asking again, since the others have reason to take their time."""
+        if any(place.excuse for place in places.values()):
+            return waiting.limit_s
+        if waiting.is_patient:
+            return waiting.limit_s - min(place.still_s for place in places.values())
+        return 0.0
 
     # -- small things
 
@@ -285,121 +411,30 @@ class Watch:
         return True
 
 
-class Waits:
-    """How one engine waits for the works of its group: watched, and with an end."""
+class OtherWait:
+    """A wait in a collective that is not the engine's; see [Note: Other collectives]."""
 
-    def __init__(self, group: Any, watch: Watch | None, limit_s: float | None, is_sliced: bool | None = None) -> None:
-        if group not in dist.distributed_c10d._world.pg_map:  # one that torch does not know: its ranks have no numbers
-            watch = None
-        self._group = group
-        self._watch = watch
-        self._is_sliced = watch is not None and (can_be_sliced(group) if is_sliced is None else is_sliced)
-        self.limit_s = limit_s if limit_s is not None else watch.soft_limit_s if watch is not None else 0.0
-        self.members: list[int] = [] if watch is None else dist.get_process_group_ranks(group)
-        self.since_s = 0.0
+    thread: int | None = None
+    is_patient = True
 
-    def enter(self, phase: str, step: int) -> None:
-        """Note what this rank begins to do."""
-        if self._watch is not None:
-            self._watch.phase, self._watch.step = phase, step
-
-    def check(self) -> None:
-        """Raise if the ranks are known to have lost each other."""
-        if self._watch is not None and self._watch.error is not None:
-            raise self._watch.raised()
-
-    def wait(self, work: Any, bucket: int | None = None) -> None:
-        """Wait for a work.
-
-        Raises:
-            RankFailedError: another rank has failed or is gone; the message has its error.
-            StalledError: it took longer than the soft limit; the message says where all ranks are.
-        """
-        watch = self._watch
-        if watch is None:
-            work.wait()
-            return
-        if watch.error is not None:
-            raise watch.raised()
-        self.since_s = time.monotonic()
-        watch.bucket = bucket
-        watch.waiting = self
-        try:
-            if self._is_sliced and hasattr(work, "is_completed"):
-                self._wait_in_slices(work, watch)
-            else:
-                work.wait()
-        except (GradsyncError, RuntimeError) as error:
-            watch.waiting = None
-            explained = self.explain(error)
-            if explained is error:
-                raise
-            raise explained from error
-        finally:
-            watch.waiting = None
-            watch.bucket = None
-
-    def explain(self, error: BaseException) -> BaseException:
-        """Return the error of the rank that is behind this one, if there is such a rank."""
-        if self._watch is None or isinstance(error, RankFailedError | StalledError) or not is_aftermath(error):
-            return error
-        return self._watch.explain(error, self.members)
-
-    def cause_of(self, error: BaseException) -> BaseException:
-        """Return the error of the rank that is behind this one, if it has told it."""
-        if self._watch is None:
-            return error
-        return self._watch.explain(error, ())
-
-    def interrupt(self, error: GradsyncError) -> None:
-        """End a wait in one piece; see [Note: Ending a wait]."""
-        give_up = getattr(self._group, "give_up", None)
-        if give_up is not None:
-            give_up(error)
-
-    def forget(self) -> None:
-        """Forget an error, because the ranks have agreed to go on."""
-        if self._watch is not None:
-            self._watch.forget()
+    def __init__(self, since_s: float, members: list[int], limit_s: float) -> None:
+        self.since_s = since_s
+        self.patient_until_s = 0.0
+        self.members = members
+        self.limit_s = limit_s
 
     @staticmethod
-    def _wait_in_slices(work: Any, watch: Watch) -> None:
-        while not _is_over_within(work, _SLICE):
-            if watch.error is not None:
-                raise watch.raised()
-        work.wait()
+    def interrupt(error: GradsyncError) -> None:
+        """End it where a group can be ended, whichever it is: the rank is lost anyway."""
+        for group in list(dist.distributed_c10d._world.pg_map):
+            give_up(group, error)
 
 
-def _is_over_within(work: Any, limit: timedelta) -> bool:
-    """Whether the work ends within a while, well or badly."""
-    try:
-        work.wait(limit)
-    except RuntimeError:
-        return bool(work.is_completed())
-    return True
-
-
-_SLICE = timedelta(seconds=0.2)
-
-
-def can_be_sliced(group: Any) -> bool:
-    """Whether waiting for a work of this group with a limit leaves the work as it is."""
-    return type(group) is dist.ProcessGroup and dist.get_backend(group) == dist.Backend.GLOO
-
-
-def stack_of(thread: int | None) -> tuple[str, ...]:
-    """Return the last lines of a thread's stack, outermost first; the inside of torch and gradsync is left out."""
-    frame = sys._current_frames().get(thread or 0)
-    lines: list[str] = []
-    library = str(Path(torch.__file__).parent) + os.sep
-    while frame is not None and len(lines) < _STACK_LINES:
-        path, number, name = frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
-        is_inside = path.startswith(_PACKAGE) or (path.startswith(library) and bool(lines))
-        if not is_inside and not path.startswith("<frozen"):
-            source = linecache.getline(path, number).strip()
-            lines.append(f"{Path(path).name}:{number} in {name}{': ' if source else ''}{source}")
-        frame = frame.f_back
-    return tuple(reversed(lines))
+def give_up(group: Any, error: GradsyncError) -> None:
+    """End the waits of a group written in Python; of others nobody can."""
+    end = getattr(group, "give_up", None)
+    if end is not None:
+        end(error)
 
 
 def excused(what: str) -> AbstractContextManager[None]:
@@ -408,39 +443,33 @@ def excused(what: str) -> AbstractContextManager[None]:
     return nullcontext() if watch is None else watch.excused(what)
 
 
-def wait_for(group: Any, work: Any) -> None:
-    """Wait for a work of a group; see ``Waits.wait`` for what it raises."""
-    waits = _waits.get(group)
-    if waits is None:
-        waits = _waits[group] = Waits(group, watch_of_world(), None)
-    waits.wait(work)
-
-
-def wait_for_thread(thread: threading.Thread) -> None:
-    """Wait for a thread of this process that itself waits for other ranks; see ``Waits.wait`` for what it raises."""
+def note_loop(text: str) -> None:
+    """Note what this rank's training loop does from now on (``step 12, data``), for the others to read if they wait."""
     watch = watch_of_world()
-    if watch is None:
-        thread.join()
-    else:
-        Waits(_default_group(), watch, None, is_sliced=True).wait(_ThreadEnd(thread))
+    if watch is not None:
+        watch.loop = text
 
 
-class _ThreadEnd:
-    """Looks like a work that is complete when a thread has ended."""
+@contextmanager
+def explaining() -> Iterator[None]:
+    """Have an error that only echoes another rank's raised as that one; of whatever collective, by whomever issued.
 
-    def __init__(self, thread: threading.Thread) -> None:
-        self._thread = thread
+    Raises:
+        RankFailedError: another rank has failed or is gone.
+        StalledError: the ranks were found to have lost each other.
+    """
+    try:
+        yield
+    except Exception as error:
+        watch = watch_of_world()
+        if watch is None or isinstance(error, RankFailedError | StalledError) or not is_aftermath(error):
+            raise
+        explained = watch.explain(error, range(watch.world))
+        if explained is error:
+            raise
+        raise explained from error
 
-    def wait(self, limit: timedelta | None = None) -> None:
-        self._thread.join(None if limit is None else limit.total_seconds())
-        if self._thread.is_alive():
-            raise RuntimeError("the thread is still running")
 
-    def is_completed(self) -> bool:
-        return not self._thread.is_alive()
-
-
-_waits: "weakref.WeakKeyDictionary[Any, Waits]" = weakref.WeakKeyDictionary()
 _watches: "weakref.WeakKeyDictionary[Any, Watch]" = weakref.WeakKeyDictionary()
 _soft_limit_s = DEFAULT_SOFT_LIMIT_S
 

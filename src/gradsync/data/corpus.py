@@ -17,8 +17,8 @@ import numpy as np
 from gradsync.data.documents import Intake
 from gradsync.data.inputs import STDLIB, InputOptions, Inputs
 from gradsync.data.manifest import MANIFEST, TOKENIZER_FILE, Manifest, open_split, read_manifest
-from gradsync.data.prepare import PrepareOptions, describe_source, prepare
-from gradsync.data.shards import UNFINISHED
+from gradsync.data.prepare import JOURNAL, PrepareOptions, describe_source, prepare
+from gradsync.data.shards import SUFFIX, UNFINISHED
 from gradsync.data.source import TokenSource
 from gradsync.data.split import SPLITS, TRAIN, VAL
 from gradsync.data.statistics import commonest_token, warn_of
@@ -55,6 +55,7 @@ def load_corpus(
     """
     if data != STDLIB and (Path(data) / MANIFEST).is_file():
         return open_prepared(Path(data), tokenizer)
+    _check_is_text(Path(data))
     inputs = Inputs(InputOptions((data,), val_fraction))
     name = f"{data} ({len(inputs.files):,} file(s), {(inputs.num_bytes or 0) / 1e6:.1f} MB)"
     if cache is None:
@@ -62,9 +63,27 @@ def load_corpus(
     return replace(_open_cache(inputs, tokenizer or "bytes", cache), name=name)
 
 
+def tokenizer_of(data: str, tokenizer: str | None = None) -> Tokenizer:
+    """Return the tokenizer that ``load_corpus`` would take; no text is read."""
+    if data != STDLIB and (Path(data) / MANIFEST).is_file():
+        return _own_tokenizer(Path(data), read_manifest(Path(data)), tokenizer)
+    return load_tokenizer(tokenizer or "bytes")
+
+
 def open_prepared(folder: Path, tokenizer: str | None = None) -> Corpus:
     """Open a folder of shards; naming another tokenizer than the folder's own is an error."""
     manifest = read_manifest(folder)
+    own = _own_tokenizer(folder, manifest, tokenizer)
+    return Corpus(
+        train=_open_source(folder, manifest, TRAIN),
+        val=_open_source(folder, manifest, VAL),
+        tokenizer=own,
+        name=str(folder),
+        notes=tuple(warn_of(manifest.commonest, own)),
+    )
+
+
+def _own_tokenizer(folder: Path, manifest: Manifest, tokenizer: str | None) -> Tokenizer:
     has_own_file = manifest.tokenizer == TOKENIZER_FILE
     own = load_tokenizer(str(folder / TOKENIZER_FILE) if has_own_file else manifest.tokenizer)
     if (own.vocab_size, own.end_of_text) != (manifest.vocab_size, manifest.end_of_text):
@@ -77,13 +96,18 @@ def open_prepared(folder: Path, tokenizer: str | None = None) -> Corpus:
             f"{folder} was prepared with the tokenizer {manifest.tokenizer!r}, not {tokenizer!r}; "
             f"leave the tokenizer out, or prepare the text again with the other one"
         )
-    return Corpus(
-        train=_open_source(folder, manifest, TRAIN),
-        val=_open_source(folder, manifest, VAL),
-        tokenizer=own,
-        name=str(folder),
-        notes=tuple(warn_of(manifest.commonest, own)),
-    )
+    return own
+
+
+def _check_is_text(path: Path) -> None:
+    """Refuse token shards without their manifest, whose other files would pass for text."""
+    if path.is_dir() and ((path / JOURNAL).exists() or any(path.glob(f"*{SUFFIX}*"))):
+        raise DataError(
+            f"{path} holds token shards but no {MANIFEST}: it was not prepared to the end, or is not whole; "
+            f"run the same 'gradsync prepare' again"
+        )
+    if path.suffix == SUFFIX:
+        raise DataError(f"{path} is one token shard; name the folder that it lies in")
 
 
 def _load_into_memory(inputs: Inputs, tokenizer: Tokenizer, name: str) -> Corpus:

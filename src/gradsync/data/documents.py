@@ -35,15 +35,15 @@ class Intake:
         """One sentence for each kind of thing that was done; empty files lose nothing and get none."""
         notes = []
         if self.replaced:
-            notes.append(f"bytes that are not UTF-8 became U+FFFD in {_some_of(self.replaced)}")
+            notes.append(f"what UTF-8 cannot say became U+FFFD in {_some_of(self.replaced)}")
         if self.binary:
             notes.append(f"left out as binary: {_some_of(self.binary)}")
         return notes
 
 
-def text_files(folder: Path) -> list[Path]:
-    """Every file below ``folder`` that is not hidden, ordered by path."""
-    return _walk(folder, skip=set())
+def text_files(folder: Path, leave_out: Path | None = None) -> list[Path]:
+    """Every file below ``folder`` that is neither hidden nor in the folder ``leave_out``, ordered by path."""
+    return _walk(folder, set(), leave_out)
 
 
 def stdlib_folder() -> Path:
@@ -54,7 +54,7 @@ def stdlib_folder() -> Path:
 def stdlib_files() -> list[Path]:
     """The Python sources of the standard library without its tests, ordered by path."""
     folder = stdlib_folder()
-    files = [path for path in _walk(folder, skip=_NOT_STDLIB) if path.suffix == ".py"]
+    files = [path for path in _walk(folder, _NOT_STDLIB) if path.suffix == ".py"]
     if not files:
         raise DataError(
             f"this Python has no sources of its standard library in {folder} (a frozen or zipped "
@@ -112,27 +112,27 @@ def cut_into_pieces(chunks: Iterable[str], piece_chars: int = PIECE_CHARS) -> It
     Cut where GPT-2's tokenizer begins a new token anyway, if there is such a place, so that the
     tokens of the pieces are those of the whole.
     """
-    rest = ""
+    rest, begin = "", 0
     for chunk in chunks:
-        rest += chunk
-        while len(rest) > piece_chars:
-            place = _place_to_cut(rest, piece_chars)
-            yield rest[:place], False
-            rest = rest[place:]
-    yield rest, True
+        rest, begin = rest[begin:] + chunk, 0
+        while len(rest) - begin > piece_chars:
+            place = _place_to_cut(rest, begin, begin + piece_chars)
+            yield rest[begin:place], False
+            begin = place
+    yield rest[begin:], True
 
 
-def _place_to_cut(text: str, limit: int) -> int:
-    """Where to cut ``text``, at most ``limit`` from its beginning."""
-    place = text.rfind("\n", 1, limit)
-    while place > 0:
+def _place_to_cut(text: str, begin: int, limit: int) -> int:
+    """Where to cut ``text`` after ``begin``, at ``limit`` at the latest."""
+    place = text.rfind("\n", begin + 1, limit)
+    while place > begin:
         # A newline between two words is a token of its own; of several, the last is set apart.
         if not text[place - 1].isspace() and not text[place + 1].isspace():
             return place + 1
-        place = text.rfind("\n", 1, place)
+        place = text.rfind("\n", begin + 1, place)
     # A word takes the blank before it along.
-    blank = text.rfind(" ", 1, limit)
-    return blank if blank > 0 else limit
+    blank = text.rfind(" ", begin + 1, limit)
+    return blank if blank > begin else limit
 
 
 def _read_blocks(path: Path, start: int, stop: int) -> Iterator[tuple[bytes, bool]]:
@@ -150,14 +150,19 @@ def _read_blocks(path: Path, start: int, stop: int) -> Iterator[tuple[bytes, boo
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def _walk(folder: Path, skip: set[str]) -> list[Path]:
-    return sorted(_walk_unordered(folder, skip), key=lambda path: path.relative_to(folder).parts)
+def _walk(folder: Path, skip: set[str], leave_out: Path | None = None) -> list[Path]:
+    return sorted(_walk_unordered(folder, skip, leave_out), key=lambda path: path.relative_to(folder).parts)
 
 
-def _walk_unordered(folder: Path, skip: set[str]) -> Iterator[Path]:
+def _walk_unordered(folder: Path, skip: set[str], leave_out: Path | None) -> Iterator[Path]:
+    out = None if leave_out is None else leave_out.resolve()
     for place, folders, names in os.walk(folder, onerror=_fail_to_list):
         # Changing the list in place is how os.walk is told where not to go.
-        folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
+        folders[:] = [
+            name
+            for name in folders
+            if name not in skip and not name.startswith(".") and (out is None or (Path(place) / name).resolve() != out)
+        ]
         for name in names:
             path = Path(place) / name
             if not name.startswith(".") and path.is_file():

@@ -29,19 +29,25 @@ def evaluation_batches(
     ``max_sequences`` takes that many windows, evenly spread over the source. Every rank gets the
     same number of batches, some of them fillers where the windows do not divide.
     """
-    ends = np.cumsum([-(-max(len(shard) - 1, 0) // context) for shard in source.shards])
-    num_windows = int(ends[-1]) if len(ends) else 0
-    if num_windows == 0:
-        raise DataError(
-            f"{source.name} has {source.num_tokens:,} tokens; evaluation needs at least 2, "
-            f"give more text or a larger validation fraction"
-        )
+    ends = check_evaluable(source, context)
+    num_windows = int(ends[-1])
     num_taken = min(num_windows, max_sequences or num_windows)
     own = range(rank, num_taken, world)
     most_of_a_rank = -(-num_taken // world)
     for start in range(0, most_of_a_rank, micro_batch):
         batch = [number * num_windows // num_taken for number in own[start : start + micro_batch]]
         yield _read(source, context, ends, batch) if batch else filler(context)
+
+
+def check_evaluable(source: TokenSource, context: int) -> NDArray[np.int64]:
+    """Return where the windows of each shard end, counted through all of them; refuse a source without any."""
+    ends = np.cumsum([-(-max(len(shard) - 1, 0) // context) for shard in source.shards])
+    if len(ends) == 0 or ends[-1] == 0:
+        raise DataError(
+            f"{source.name} has {source.num_tokens:,} tokens; evaluation needs at least 2, "
+            f"give more text or a larger validation fraction"
+        )
+    return ends
 
 
 def _read(source: TokenSource, context: int, ends: NDArray[np.int64], windows: list[int]) -> MicroBatch:

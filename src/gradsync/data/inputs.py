@@ -32,6 +32,7 @@ from gradsync.data.split import (
     cut_at_end,
     is_validation_record,
 )
+from gradsync.data.tokenizer import encodable
 from gradsync.errors import ConfigError, DataError
 
 STDLIB = "stdlib"
@@ -75,14 +76,14 @@ class Piece:
 
 
 class Inputs:
-    """The files that ``options`` mean, and the text in them."""
+    """The files that ``options`` mean, and the text in them; the folder ``leave_out`` is no part of them."""
 
-    def __init__(self, options: InputOptions) -> None:
+    def __init__(self, options: InputOptions, leave_out: Path | None = None) -> None:
         if not 0.0 <= options.val_fraction < 1.0:
             raise ConfigError(f"the validation fraction must be in [0, 1), got {options.val_fraction}")
         self.options = options
         self._listing = Intake()
-        self.files = _list_files(options.inputs, self._listing)
+        self.files = _list_files(options.inputs, self._listing, leave_out)
         if not self.files and options.dataset is None:
             raise _nothing_to_read(options.inputs, self._listing)
 
@@ -126,8 +127,11 @@ class Inputs:
         # Empty records take a number too: leaving one out must not move all others.
         for number, text in enumerate(self._records(intake)):
             if text:
+                mended = encodable(text)
+                if mended != text:
+                    intake.replaced.append(f"record {number}")
                 is_val = is_validation_record(number, self.options.val_fraction)
-                yield from _pieces([text], VAL if is_val else TRAIN, is_end=True)
+                yield from _pieces([mended], VAL if is_val else TRAIN, is_end=True)
             else:
                 intake.num_empty += 1
 
@@ -155,10 +159,10 @@ def _pieces(chunks: Iterable[str], split: str, is_end: bool) -> Iterator[Piece]:
         yield Piece(text, split, is_last and is_end)
 
 
-def _list_files(inputs: Iterable[str], intake: Intake) -> list[InputFile]:
+def _list_files(inputs: Iterable[str], intake: Intake, leave_out: Path | None) -> list[InputFile]:
     files = []
     for given in inputs:
-        root, paths = _paths_of(given)
+        root, paths = _paths_of(given, leave_out)
         for path in paths:
             file = _input_file(path, path.relative_to(root).as_posix())
             if file.num_bytes == 0:
@@ -170,18 +174,20 @@ def _list_files(inputs: Iterable[str], intake: Intake) -> list[InputFile]:
     return files
 
 
-def _paths_of(given: str) -> tuple[Path, list[Path]]:
+def _paths_of(given: str, leave_out: Path | None) -> tuple[Path, list[Path]]:
     """The files that one input means, and the folder that their names are told from."""
     if given == STDLIB:
         return stdlib_folder(), stdlib_files()
     path = Path(given)
     if path.is_dir():
-        return path, text_files(path)
+        return path, text_files(path, leave_out)
     if not path.exists():
         raise DataError(
             f"no such file or folder: {given}; give text files, .jsonl or .parquet files, folders of them, "
             f"or {STDLIB!r} for the sources of Python's standard library"
         )
+    if not path.is_file():
+        raise DataError(f"{given} is no regular file (a pipe or a device); write the text to a file first")
     return path.parent, [path]
 
 

@@ -119,7 +119,14 @@ class GlobalBatchLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was taken, at any number of ranks; seed and order are the state's."""
+        """Go on where ``state`` was taken, at any number of ranks; seed and order are the state's.
+
+        Raises:
+            DataError: it is damaged, or belongs to another stream.
+        """
+        numbers = [state.get(name) for name in ("context", "windows", "seed", "position")]
+        if not all(type(number) is int and number >= 0 for number in numbers) or "shuffle" not in state:
+            raise DataError(f"the saved position in the data is damaged: {state!r}")
         expected = {"context": self.context, "windows": self._order.num_windows}
         for name, here in expected.items():
             if state[name] != here:

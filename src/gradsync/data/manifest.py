@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gradsync.data.shards import UNFINISHED, Shard, open_shard
+from gradsync.data.tokenizer import NAMED_TOKENIZERS
 from gradsync.errors import DataError
 
 MANIFEST = "manifest.json"
@@ -76,7 +77,7 @@ def read_manifest(folder: Path) -> Manifest:
         content = json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is damaged: not JSON ({error})") from error
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise DataError(f"{path} is not the manifest of a gradsync data folder (no format {_FORMAT!r})")
@@ -87,7 +88,7 @@ def read_manifest(folder: Path) -> Manifest:
         )
     try:
         return Manifest(
-            tokenizer=str(content["tokenizer"]),
+            tokenizer=_read_tokenizer(content["tokenizer"]),
             vocab_size=int(content["vocab_size"]),
             end_of_text=int(content["end_of_text"]),
             splits={
@@ -97,7 +98,7 @@ def read_manifest(folder: Path) -> Manifest:
             source=dict(content["source"]),
             commonest=Commonest(int(content["commonest"]["token"]), float(content["commonest"]["share"])),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise DataError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
 
@@ -130,6 +131,12 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(unfinished, path)
+
+
+def _read_tokenizer(name: Any) -> str:
+    if name not in (*NAMED_TOKENIZERS, TOKENIZER_FILE):
+        raise ValueError(f"{name!r} is no tokenizer; a file of one lies beside the manifest as {TOKENIZER_FILE}")
+    return str(name)
 
 
 def _read_entry(entry: dict[str, Any]) -> ShardEntry:
@@ -170,5 +177,6 @@ def _read_verified(folder: Path) -> dict[str, Any]:
 
 
 def _stamp(path: Path) -> list[int]:
+    """Return what no longer holds when a file was changed or copied; its time of change cannot be set by hand."""
     status = path.stat()
-    return [status.st_size, status.st_mtime_ns]
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]

@@ -39,7 +39,7 @@ from gradsync.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_fingerp
 from gradsync.data.train_tokenizer import train_tokenizer
 from gradsync.errors import ConfigError, DataError
 
-_JOURNAL = "journal.json"
+JOURNAL = "journal.json"
 _BATCHES_PER_COMMIT = 64
 _RECIPE = 1
 """Raised whenever the same options would give other tokens, or the same journal another place."""
@@ -84,7 +84,7 @@ def prepare(options: PrepareOptions, report: Callable[[PrepareProgress], None] =
         DataError: the inputs cannot be read, or the folder cannot be written.
         ConfigError: the folder holds something else, or another process is at work in it.
     """
-    inputs = Inputs(options.inputs)
+    inputs = Inputs(options.inputs, leave_out=options.out)
     source = describe_source(options, inputs)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -130,7 +130,7 @@ class _Preparation:
             journal = {"source": source, "batches": 0, "splits": {}}
             (options.out / TOKENIZER_FILE).unlink(missing_ok=True)
             # From here on the folder is known to be ours.
-            write_json(options.out / _JOURNAL, journal)
+            write_json(options.out / JOURNAL, journal)
         self._num_batches = journal["batches"]
         self._tokenizer = self._make_tokenizer()
         self._writers = {split: self._make_writer(split, journal) for split in SPLITS}
@@ -183,7 +183,7 @@ class _Preparation:
             # First the tokens, then the note that says they are there.
             states = {split: writer.sync() for split, writer in self._writers.items()}
             journal = {"source": self._source, "batches": self._num_batches, "splits": states}
-            write_json(self._options.out / _JOURNAL, journal)
+            write_json(self._options.out / JOURNAL, journal)
 
     def _progress(self) -> PrepareProgress:
         entries = [entry for writer in self._writers.values() for entry in writer.entries()]
@@ -210,7 +210,7 @@ class _Preparation:
         )
         mark_verified(out, paths)
         write_manifest(out, manifest)
-        (out / _JOURNAL).unlink()
+        (out / JOURNAL).unlink()
         return _result(out, self._intake, was_there=False)
 
 
@@ -245,11 +245,11 @@ def _is_finished(out: Path, source: dict[str, Any]) -> bool:
 
 def _read_journal(out: Path) -> dict[str, Any] | None:
     try:
-        journal: dict[str, Any] = json.loads((out / _JOURNAL).read_text("utf-8"))
+        journal: dict[str, Any] = json.loads((out / JOURNAL).read_text("utf-8"))
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise DataError(f"{out / _JOURNAL} is damaged; remove {out} and prepare again") from error
+        raise DataError(f"{out / JOURNAL} is damaged; remove {out} and prepare again") from error
     return journal
 
 

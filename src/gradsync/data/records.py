@@ -37,9 +37,11 @@ def read_parquet(path: Path, text_field: str, intake: Intake) -> Iterator[str]:
         if text_field not in columns:
             raise _no_field(text_field, columns, str(path))
         num_bytes, num_rows = path.stat().st_size, max(file.metadata.num_rows, 1)
-        for batch in file.iter_batches(batch_size=_ROWS_PER_READ, columns=[text_field]):
+        row = 0
+        for batch in _batches_of(file, text_field, path):
             for text in batch.column(0).to_pylist():
-                yield _check_text(text, text_field, str(path))
+                yield _check_text(text, text_field, f"{path} (row {row})")
+                row += 1
             intake.num_bytes += num_bytes * batch.num_rows // num_rows
 
 
@@ -50,10 +52,17 @@ def read_dataset(name: str, config: str | None, split: str, text_field: str) -> 
         yield _text_of(row, text_field, f"{name} (row {number})")
 
 
+def _batches_of(file: Any, text_field: str, path: Path) -> Iterator[Any]:
+    try:
+        yield from file.iter_batches(batch_size=_ROWS_PER_READ, columns=[text_field])
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {path}: it is damaged ({error}); get the file again") from error
+
+
 def _parse(line: bytes, where: str) -> Any:
     try:
         return json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where} is not JSON: {error}; every line must be one JSON object") from error
 
 

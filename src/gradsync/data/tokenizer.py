@@ -21,6 +21,9 @@ from gradsync.errors import ConfigError, DataError, MissingExtraError
 END_OF_TEXT = "<|endoftext|>"
 """How the end-of-text token is spelled where it has to be shown."""
 
+NAMED_TOKENIZERS = ("bytes", "gpt2")
+"""Those that need no file."""
+
 # Tokens that end a document in tokenizer files made elsewhere, most telling first.
 _END_OF_TEXT_SPELLINGS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_end|>", "[SEP]")
 
@@ -71,7 +74,7 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> TokenIds:
         """The bytes of ``text``."""
-        return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8).astype(np.int64)
+        return np.frombuffer(encodable(text).encode(), dtype=np.uint8).astype(np.int64)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text that the bytes spell."""
@@ -97,7 +100,7 @@ class GPT2Tokenizer:
 
     def encode(self, text: str) -> TokenIds:
         """The byte-pair tokens of ``text``."""
-        ids = self._encoding.encode_to_numpy(text, disallowed_special=())
+        ids = self._encoding.encode_to_numpy(encodable(text), disallowed_special=())
         return ids.astype(np.int64)  # type: ignore[no-any-return]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -124,7 +127,7 @@ class FileTokenizer:
 
     def encode(self, text: str) -> TokenIds:
         """The tokens of ``text``, without any that the file would add around it."""
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+        return np.array(self._tokenizer.encode(encodable(text), add_special_tokens=False).ids, dtype=np.int64)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ``ids``, special tokens included."""
@@ -150,6 +153,15 @@ def load_tokenizer(name: str) -> Tokenizer:
             f"give one of the two names or the path of a JSON file of the tokenizers library"
         )
     return FileTokenizer(path)
+
+
+def encodable(text: str) -> str:
+    """Return the text with what UTF-8 cannot say as U+FFFD: halves of surrogate pairs, which JSON can spell."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def tokenizer_fingerprint(name: str) -> str:
@@ -231,7 +243,7 @@ def _find_end_of_text(vocabulary: dict[str, int], path: Path) -> int:
     for spelling in _END_OF_TEXT_SPELLINGS:
         if spelling in vocabulary:
             return vocabulary[spelling]
-    raise DataError(
+    raise ConfigError(
         f"{path} has no token that ends a text (looked for {', '.join(_END_OF_TEXT_SPELLINGS)}); "
         f"add one of them to the tokenizer as a special token"
     )

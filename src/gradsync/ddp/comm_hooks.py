@@ -6,7 +6,6 @@ torch's own hooks run unchanged.
 """
 
 import inspect
-import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
+from gradsync.comm.waits import FutureEnd, Waits
 from gradsync.ddp.bucket import Bucket
 from gradsync.errors import ReducerFailedError
 
@@ -92,26 +92,28 @@ class HookedCollective:
             )
         bucket.work = future
 
-    def wait(self, bucket: Bucket, names: Sequence[str]) -> None:
+    def wait(self, bucket: Bucket, names: Sequence[str], waits: Waits) -> None:
         """Wait for the hook's future and put its value into the bucket; ``names`` are the bucket's parameters."""
-        value = self._value_of(bucket.work, names)
+        value = self._value_of(bucket, names, waits)
         if isinstance(value, list | tuple):
             value = value[0]
         target = bucket.buffer.gradients
         if value.data_ptr() != target.data_ptr() or value.dtype != target.dtype:
             target.copy_(value.reshape(-1))
 
-    def _value_of(self, future: Any, names: Sequence[str]) -> Any:
+    def _value_of(self, bucket: Bucket, names: Sequence[str], waits: Waits) -> Any:
+        future: Any = bucket.work
         if not future.done():
-            arrived = threading.Event()
-            future.add_done_callback(lambda _: arrived.set())
-            if not arrived.wait(self._timeout.total_seconds()):
-                raise ReducerFailedError(
-                    f"rank {self._rank}: the communication hook {name_of(self.hook)} did not complete its future "
-                    f"within {self._timeout.total_seconds():g} s (the group's time-out), for the bucket with "
-                    f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
-                )
+            limit_s = self._timeout.total_seconds()
+            waits.wait(FutureEnd(future, limit_s, lambda: self._is_late(names)), bucket.number)
         return future.wait()
+
+    def _is_late(self, names: Sequence[str]) -> ReducerFailedError:
+        return ReducerFailedError(
+            f"rank {self._rank}: the communication hook {name_of(self.hook)} did not complete its future "
+            f"within {self._timeout.total_seconds():g} s (the group's time-out), for the bucket with "
+            f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
+        )
 
 
 def check_hook(hook: Any) -> None:

@@ -4,7 +4,8 @@ The reducer of CPU parameters has a private group for everything. With parameter
 user's group, since another NCCL communicator costs memory there, and a private gloo group carries the control words.
 """
 
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 
@@ -12,7 +13,8 @@ from gradsync.comm import last_words
 from gradsync.comm.groups import Group
 from gradsync.comm.private import Lease, borrow_group
 from gradsync.comm.summing import Pending, choose_sum
-from gradsync.comm.watch import Waits, watch_of_world
+from gradsync.comm.waits import Waits
+from gradsync.comm.watch import watch_of_world
 from gradsync.ddp.bucket import allocate_zeros
 
 
@@ -77,6 +79,14 @@ class EngineGroups:
     def wait_for_bucket(self, pending: Pending, number: int) -> None:
         """Wait for the sum of a bucket; see ``Waits.wait`` for what it raises."""
         self.waits.wait(pending, number)
+
+    def wait_for_messages(self, works: Sequence[Any]) -> None:
+        """Wait for works of the buckets' group that may be messages from rank to rank."""
+        if self.is_on_host:
+            self.waits.wait_for_messages(works)
+        else:  # nobody but this thread may wait for a device
+            for work in works:
+                self.waits.wait(work)
 
     def wait_for_words(self, pending: Pending) -> None:
         """Wait for the sum of control words."""

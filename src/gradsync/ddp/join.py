@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 
-from gradsync.comm.watch import wait_for
+from gradsync.comm.waits import wait_for
 from gradsync.ddp.replicas import broadcast_state
 
 if TYPE_CHECKING:

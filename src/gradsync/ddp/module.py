@@ -16,6 +16,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.utils import _to_kwargs
 
 from gradsync.comm.groups import broadcast_tensors
+from gradsync.comm.waits import wait_for
 from gradsync.ddp import arguments, guard
 from gradsync.ddp.agreement import check_same_hook
 from gradsync.ddp.comm_hooks import CommHook, name_of
@@ -398,7 +399,7 @@ class DistributedDataParallel(TorchSurface):
             for buffer in self._watch.buffers().values():
                 if buffer.is_floating_point() or buffer.is_complex():
                     total = buffer.detach() / self.reducer.world_size
-                    self._state_group.allreduce([total]).wait()
+                    wait_for(self._state_group, self._state_group.allreduce([total]))
                     buffer.copy_(total)
                 else:
                     buffer.copy_(broadcast_tensors(self._state_group, [buffer], 0)[0])
@@ -442,7 +443,7 @@ class DistributedDataParallel(TorchSurface):
                 same = [g for g in present if g.dtype == dtype]
                 flat = torch.cat([g.reshape(-1) for g in same]).mul_(scale)
                 wire = torch.view_as_real(flat) if flat.is_complex() else flat
-                self._state_group.allreduce([wire]).wait()
+                wait_for(self._state_group, self._state_group.allreduce([wire]))
                 for g, part in zip(same, torch.split(flat, [g.numel() for g in same]), strict=True):
                     g.copy_(part.view(g.shape))
         return list(grads)

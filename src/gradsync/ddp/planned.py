@@ -44,6 +44,8 @@ class Planned:
         self.hook: HookedCollective | None = None
         self.sharding: Sharding | None = None
         self.parameters: list[nn.Parameter] = []
+        self.is_spread = False
+        """Whether the parameters lie on several devices."""
         self.buckets: list[Bucket] = []
         self.sparse_results: dict[int, torch.Tensor] = {}
         self.retired_results: list[tuple[nn.Parameter, torch.Tensor]] = []
@@ -97,6 +99,7 @@ class Planned:
         self.parameter_ids = frozenset(map(id, self.parameters))
         sparse = self.watch.sparse_names()
         self.specs = [parameter_spec(name, local_tensor(p), name in sparse) for name, p in named]
+        self.is_spread = len({spec.device for spec in self.specs}) > 1
         self.touched = bytearray(id(p) in touched_before for p in self.parameters)
         self.sparse_results = {
             index: sparse_results[id(p)] for index, p in enumerate(self.parameters) if id(p) in sparse_results

@@ -17,6 +17,11 @@ words known.
 [Note: One mutator] State changes only in gradient hooks and in the callback, which autograd runs one at
 a time as long as all parameters sit on one device; works are waited on and never change state.
 
+[Note: Several devices] Autograd has a thread for each device, and a thread sees the streams of its own device
+only. So where the parameters lie on several ones, the hooks only write gradients down (which is atomic), whoever
+comes first opens the pass under a lock, and all buckets, each of one device, are launched when backward is over:
+the callback runs on the thread that called backward, after its streams have been made to wait for all others.
+
 [Note: Averaging] Each rank scales its own contribution by 1/world before the sum, so that float16 cannot
 overflow in it. A pass whose gradients already hold an average keeps it: the mean of equal values is the
 value. That is not so for sums, where the part that is already synchronised is put aside (``_carried``).
@@ -101,6 +106,8 @@ class Reducer(Planned, ReducerSurface):
         self.last_words: ControlWords | None = None
         self.failure: str | None = None
         self._pass: weakref.ref[Attendance] | None = None
+        self._opening = threading.RLock()
+        """Held while a pass is opened; see [Note: Several devices]."""
         self._is_open = False
         self._is_complete = False
         self._forward_thread = threading.get_ident()
@@ -128,9 +135,10 @@ class Reducer(Planned, ReducerSurface):
         def output_hook(_: torch.Tensor) -> None:
             graph.is_freed = not torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
             # Not a weak reference: a graph keeps its reducer, so that a wrapper may be gone before backward.
-            if not self._in_pass:
-                self._hooks.come_last()
-                self._begin_pass()
+            with self._opening:
+                if not self._in_pass:
+                    self._hooks.come_last()
+                    self._begin_pass()
 
         self._forward_thread = threading.get_ident()
         self._hooks.overlook(tensor.register_hook(output_hook))  # type: ignore[no-untyped-call]
@@ -176,8 +184,15 @@ class Reducer(Planned, ReducerSurface):
         self._begin_s = time.perf_counter()
         return True
 
+    def _begin_once(self) -> bool:
+        """Start a pass unless another thread has done so meanwhile; returns whether there is one."""
+        with self._opening:
+            return self._in_pass or self._begin_pass()
+
     def _not_waited_for(self) -> bytes | bytearray:
         """Mark the parameters whose gradients complete no bucket before backward is over."""
+        if self.is_spread:
+            return b"\1" * len(self.specs)  # see [Note: Several devices]
         if self.times is not None:
             return bytes(len(self.specs))  # every gradient's time is asked for
         return self._waits_for_end if self._expected is not None else b"\1" * len(self.specs)
@@ -201,13 +216,14 @@ class Reducer(Planned, ReducerSurface):
         self._is_complete = False
         self._is_open = True
         self.finite_check.start_pass()
+        self.timeline.has_one_stream = not self.is_spread
         self.timeline.pass_begins(self.num_passes, len(self.buckets))
 
     # ------------------------------------------------------------- a gradient arrives
 
     def on_gradient(self, index: int) -> None:
         """Take note of a contribution; launch what it completes."""
-        if (self._pass is None or self._pass() is None) and not self._begin_pass():
+        if (self._pass is None or self._pass() is None) and not self._begin_once():
             self.touched[index] = 1
             return
         self.touched[index] = 1
@@ -459,7 +475,7 @@ class Reducer(Planned, ReducerSurface):
                 self.groups.wait_for_words(self._words_work)
                 words_are_due = False
             if self.hook is not None:
-                self.hook.wait(bucket, [self.names[i] for i in bucket.plan.indices])
+                self.hook.wait(bucket, [self.names[i] for i in bucket.plan.indices], self.groups.waits)
             else:
                 self.groups.wait_for_bucket(bucket.work, bucket.number)
             self.timeline.wait_ends(bucket.number)
@@ -511,9 +527,9 @@ class Reducer(Planned, ReducerSurface):
         """Reduce a bucket that is not in the plan, and wait for it."""
         if self.hook is not None:
             self.hook.launch(extra, is_last=False)
-            self.hook.wait(extra, names)
+            self.hook.wait(extra, names, self.groups.waits)
         else:
-            self.groups.sum_bucket(extra.buffer.whole, True).wait()
+            self.groups.wait_for_bucket(self.groups.sum_bucket(extra.buffer.whole, True), extra.number)
 
     def _divide(self, words: ControlWords) -> None:
         """Apply what only the control words could tell: the total weight, or the number of ranks with a batch."""
@@ -562,12 +578,16 @@ class Reducer(Planned, ReducerSurface):
             self._tune()
             return
         self.is_order_agreed = True
-        self.times = ReadyTimes(len(self.specs)) if self.settings.tunes_buckets and self.plan.buckets else None
+        self.times = ReadyTimes(len(self.specs)) if self._can_tune else None
         mine = torch.tensor(self.readiness.ready_order(), dtype=torch.int64)
         agreed = broadcast_tensors(self.control_group, [mine], source=0)[0].tolist()
         plan = self._plan_for(agreed)
         if plan.buckets != self.plan.buckets:
             self._use_plan(plan, self._results())
+
+    @property
+    def _can_tune(self) -> bool:
+        return self.settings.tunes_buckets and bool(self.plan.buckets) and not self.is_spread
 
     def _tune(self) -> None:
         """With ``bucket_cap_mb="auto"``: after a few passes make the plan that fits the measured times."""

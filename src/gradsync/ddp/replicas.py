@@ -11,7 +11,7 @@ from torch import nn
 
 from gradsync.comm.groups import Group, broadcast_tensors, exchange_number, exchange_text
 from gradsync.comm.notices import exchange_notices
-from gradsync.comm.watch import wait_for
+from gradsync.comm.waits import wait_for
 from gradsync.ddp.bucket import local_tensor
 from gradsync.errors import ContractError
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gradsync.comm.groups import Group
-from gradsync.comm.watch import wait_for
+from gradsync.comm.waits import wait_for
 from gradsync.ddp.bucket import Bucket, local_tensor
 from gradsync.ddp.control import ControlWords
 from gradsync.ddp.plan import default_caps, make_plan, parameter_spec

@@ -10,7 +10,7 @@ Only small ones are copied together, into a buffer that is kept. What is sent mu
 where there is no gradient: without the padding at the end if the exchange allows that (``num_sent``).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -165,6 +165,11 @@ class ShardedBucket(Bucket):
         self._incoming = self._empty_slice()
         self.work = _Arrival(self, self.exchange.reduce_scatter(self._whole, self._incoming, 2 * self.number))
 
+    def arrive(self, wait: Callable[[Pending], object]) -> None:
+        """Have the sum waited for now, by ``wait``."""
+        assert isinstance(self.work, _Arrival)
+        self.work.arrive(wait)
+
     @property
     def num_bytes_on_the_way(self) -> int:
         """Memory that is held until the sum has arrived."""
@@ -263,7 +268,10 @@ class _Arrival:
         self._pending: Pending | None = pending
 
     def wait(self, _timeout: Any = None) -> None:
+        self.arrive(lambda pending: pending.wait())
+
+    def arrive(self, wait: Callable[[Pending], object]) -> None:
         if self._pending is not None:
             pending, self._pending = self._pending, None
-            pending.wait()
+            wait(pending)
             self._bucket.take()

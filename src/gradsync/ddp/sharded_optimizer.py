@@ -154,7 +154,7 @@ class ZeroRedundancyOptimizer(Optimizer, Tenant):
         if reducer.world_size > 1:
             options = dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM  # type: ignore[assignment]
-            reducer.group.allreduce([own], options).wait()
+            reducer.groups.waits.wait(reducer.group.allreduce([own], options))
         return own if is_max else own.pow(1.0 / order)
 
     def full_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:

@@ -319,7 +319,7 @@ class Sharding:
         bucket.launch()
         self._on_the_way.append(bucket)
         while len(self._on_the_way) > 1 and self._num_bytes_on_the_way() > _MAX_BYTES_ON_THE_WAY:
-            self._on_the_way.pop(0).work.wait()
+            self._on_the_way.pop(0).arrive(lambda pending: self.reducer.groups.wait_for_messages([pending]))
 
     def _num_bytes_on_the_way(self) -> int:
         self._on_the_way = [bucket for bucket in self._on_the_way if bucket.num_bytes_on_the_way]
@@ -360,8 +360,7 @@ class Sharding:
                 if flat.numel()
                 for work in bucket.exchange.all_gather(flat, bucket.slice_numel, 2 * bucket.number + 1)
             ]
-            for work in works:
-                work.wait()
+            self.reducer.groups.wait_for_messages(works)
             self._gather_lone()
         except BaseException as error:
             self.reducer.fail(error)
@@ -378,7 +377,7 @@ class Sharding:
                     options = dist.BroadcastOptions()
                     options.rootRank, options.rootTensor = rank, 0
                     part = flat_view(parameter.data)[owned.start : owned.stop]
-                    self.reducer.group.broadcast([part], options).wait()
+                    self.reducer.groups.waits.wait(self.reducer.group.broadcast([part], options))
 
 
 def _members(bucket: Bucket) -> tuple[int, ...]:

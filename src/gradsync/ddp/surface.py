@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
 
 from gradsync.comm.groups import group_timeout
+from gradsync.comm.waits import FutureEnd
 from gradsync.ddp.backward import in_distributed_autograd
 from gradsync.ddp.comm_hooks import HookedCollective, check_hook
 from gradsync.ddp.compression import fp16_compress_hook, sum_in
@@ -127,7 +128,9 @@ class TorchSurface(TorchDDP):
 
     def _wait_for_buffers(self) -> None:
         while self._buffer_futures:
-            self._buffer_futures.pop(0).wait()
+            future = self._buffer_futures.pop(0)
+            self._ddp.reducer.groups.waits.wait(FutureEnd(future))
+            future.wait()
 
     def _sync_buffers(self) -> None:
         """Send rank 0's buffers to all ranks; collective."""

@@ -67,6 +67,8 @@ class Timeline:
 
     def __init__(self, is_on_host: bool = True) -> None:
         self.is_on_host = is_on_host
+        self.has_one_stream = True
+        """Whether all buckets are waited for on one device; else what a device waits for is not known."""
         self.passes: deque[RawPass] = deque(maxlen=_KEPT_PASSES)
         self.recorded: list[RawPass] = []
         self._num_to_record = 0
@@ -126,7 +128,7 @@ class Timeline:
         self._begin_backward(now)
         began = self._spans[0][1] if self._spans else now
         is_exact = self._num_to_record > 0
-        waits = DeviceWaits() if is_exact and not self.is_on_host else None
+        waits = DeviceWaits() if is_exact and not self.is_on_host and self.has_one_stream else None
         self._pass = RawPass(number, began, num_buckets, is_exact, waits)
 
     def bucket_ready(self, number: int) -> None:

@@ -51,7 +51,7 @@ def _latest(reducer: "Reducer", seconds: list[float]) -> list[float]:
     times = torch.tensor(seconds, dtype=torch.float64, device="cpu")
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
-    reducer.control_group.allreduce([times], options).wait()
+    reducer.groups.wait_for_words(reducer.control_group.allreduce([times], options))
     return [float(value) for value in times.tolist()]
 
 
@@ -67,7 +67,7 @@ def _seconds(reducer: "Reducer", num_bytes: int) -> list[float]:
     samples = []
     for _ in range(1 + _NUM_REPEATS):
         start_s = time.perf_counter()
-        reducer.groups.sum_bucket(flat, True).wait()
+        reducer.groups.waits.wait(reducer.groups.sum_bucket(flat, True))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         samples.append(time.perf_counter() - start_s)

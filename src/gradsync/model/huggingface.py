@@ -39,10 +39,15 @@ def export_gpt2(model: GPT2, folder: Path, end_of_text: int) -> None:
 
     Raises:
         MissingExtraError: safetensors is not installed.
+        OSError: the folder cannot be written.
     """
     save_file = _safetensors().save_file
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(_exported_tensors(model), folder / _WEIGHTS, metadata={"format": "pt"})
+    tensors = _exported_tensors(model)
+    try:
+        save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
+    except Exception as error:  # safetensors' own error, whatever the disk said, has no public name in all versions
+        raise OSError(f"{folder / _WEIGHTS}: {error}") from error
     config = _exported_config(model.config, end_of_text)
     (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -77,8 +82,10 @@ def read_config(folder: Path) -> GPT2Config:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}; expected a Hugging Face model folder") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise DataError(f"{path} holds no model's configuration, but a JSON {type(config).__name__}")
     _check_is_ours(path, config)
     try:
         return GPT2Config(
@@ -98,8 +105,8 @@ def _check_is_ours(path: Path, config: dict[str, Any]) -> None:
     for name, allowed in _ONLY.items():
         if config.get(name, allowed[0]) not in allowed:
             raise ConfigError(f"{path}: {name} is {config[name]!r}; this GPT-2 computes with {allowed[0]!r} only")
-    inner = config.get("n_inner")
-    if inner not in (None, 4 * config.get("n_embd", 0)):
+    inner, width = config.get("n_inner"), config.get("n_embd")
+    if inner is not None and not (isinstance(width, int) and inner == 4 * width):
         raise ConfigError(f"{path}: n_inner is {inner}; this GPT-2 has four times the width")
 
 

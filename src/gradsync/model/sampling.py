@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gradsync.errors import ConfigError
+from gradsync.errors import ConfigError, NonFiniteError
 from gradsync.model.gpt2 import GPT2Config
 
 
@@ -94,10 +94,16 @@ def _stream(
 
 def _pick(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
     """One token (B,) for each row of ``logits`` (B, V)."""
+    if not bool(torch.isfinite(logits).all()):
+        raise NonFiniteError(
+            "the model's logits are infinite or not a number, so no token can be drawn: its training has diverged; "
+            "take an earlier checkpoint, and train with a lower --lr"
+        )
     if temperature == 0.0:
         return logits.argmax(dim=-1)
     kept, ids = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]), dim=-1)  # B, K
-    probabilities = torch.softmax(kept / temperature, dim=-1)
+    # Below the largest, which comes first: a tiny temperature must not make them overflow.
+    probabilities = torch.softmax((kept - kept[:, :1]) / temperature, dim=-1)
     choice = torch.multinomial(probabilities, 1, generator=generator)
     return ids.gather(1, choice).squeeze(1)
 

@@ -43,8 +43,9 @@ class GPT2Config:
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_heads", "width", "context", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"GPT-2 needs {name} of at least 1, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"GPT-2 needs {name} of at least 1, got {value!r}")
         if self.padded_vocab_size is None:
             padded = -(-self.vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
             object.__setattr__(self, "padded_vocab_size", padded)

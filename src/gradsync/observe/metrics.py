@@ -7,7 +7,7 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,15 +28,23 @@ class Sink(Protocol):
 class JsonLines:
     """Appends one JSON object a step, each line written out at once so that a kill loses nothing.
 
-    Numbers that JSON has no spelling for (a loss that is not finite) are written as null.
+    Numbers that JSON has no spelling for (a loss that is not finite) are written as null. A line that
+    could be written in part only (a full disk) spoils no other one.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._file = path.open("ab", buffering=0)
+        self._is_amid_line = False
 
     def write(self, record: StepRecord) -> None:
         """Append the record."""
-        self._file.write(json.dumps(_finite(record.as_json()), allow_nan=False) + "\n")
+        line = json.dumps(_finite(record.as_json()), allow_nan=False) + "\n"
+        left = memoryview((("\n" if self._is_amid_line else "") + line).encode())
+        while left:
+            written = self._file.write(left)
+            assert written is not None  # it blocks
+            left = left[written:]
+            self._is_amid_line = bool(left)
 
     def close(self) -> None:
         """Close the file."""
@@ -49,18 +57,28 @@ class TensorBoard:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._writer: Any = None
+        self._is_broken = False
 
     def write(self, record: StepRecord) -> None:
         """Write every number of the record."""
+        if self._is_broken:
+            return
         if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(str(self._folder))  # type: ignore[no-untyped-call]
+            self._writer = self._open()
         numbers = record.as_json()
         step = numbers.pop("step")
         for name, value in numbers.items():
             if isinstance(value, int | float):
                 self._writer.add_scalar(name, value, step)
+
+    def _open(self) -> Any:
+        self._is_broken = True
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except Exception as error:  # an installation at odds with itself raises almost anything
+            raise MissingExtraError(f"tensorboard is installed but cannot be used: {error}") from error
+        self._is_broken = False
+        return SummaryWriter(str(self._folder))  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """Flush the events."""
@@ -91,28 +109,78 @@ class WandB:
         self._run.finish()
 
 
+class Forgiving:
+    """A sink whose failures end nothing: they are told when they begin, and what is missing when they end."""
+
+    def __init__(self, sink: Sink, tell: Callable[[str], None]) -> None:
+        self._sink = sink
+        self._tell = tell
+        self._first_missing: int | None = None
+
+    def write(self, record: StepRecord) -> None:
+        """Keep the record if that is possible."""
+        try:
+            self._sink.write(record)
+        except (OSError, MissingExtraError) as error:
+            if self._first_missing is None:
+                self._tell(f"warning: metrics cannot be written, they are missing from step {record.step} on: {error}")
+                self._first_missing = record.step
+            return
+        if self._first_missing is not None:
+            self._tell(
+                f"metrics of steps {self._first_missing} to {record.step - 1} are missing, later ones are written"
+            )
+            self._first_missing = None
+
+    def close(self) -> None:
+        """Write out what is still held if that is possible."""
+        try:
+            self._sink.close()
+        except OSError as error:
+            self._tell(f"warning: the last metrics could not be written: {error}")
+
+
 def open_sinks(folder: Path, tensorboard: bool, wandb: str | None, config: dict[str, Any]) -> list[Sink]:
     """Return the sinks of a run folder: JSON lines always, the others where wanted and installed.
 
     Raises:
         MissingExtraError: Weights & Biases is wanted and not installed.
     """
-    sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl")]
+    sinks: list[Sink] = []
     if tensorboard and importlib.util.find_spec("tensorboard") is not None:
         sinks.append(TensorBoard(folder / "tensorboard"))
     if wandb is not None:
         sinks.append(WandB(wandb, folder, config))
-    return sinks
+    # The file comes last: what is opened here needs to be closed, and the others may fail.
+    return [JsonLines(folder / "metrics.jsonl"), *sinks]
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a metrics file; a last line cut short by a kill is left out."""
+    """Yield the objects of a metrics file; lines cut short by a kill or a full disk are left out."""
+    for record in read_objects(path):
+        if isinstance(record.get("step"), int):
+            yield record
+
+
+def read_objects(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file of JSON lines, and leave out what is none.
+
+    Numbers that are infinite or not a number, which JSON does not know, become None.
+    """
     if not path.exists():
         return
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for line in lines:
-            if line.endswith("\n"):
-                yield json.loads(line)
+            try:
+                found = json.loads(line, parse_constant=_no_number)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(found, dict):
+                yield found
+
+
+def _no_number(spelling: str) -> None:
+    return None
 
 
 def forget_after(path: Path, step: int) -> None:

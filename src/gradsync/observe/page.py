@@ -5,6 +5,7 @@ script draws them. Nothing is fetched, and nothing in a run (a sample, a path) c
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from gradsync.observe.metrics import read_metrics
+from gradsync.observe.metrics import read_metrics, read_objects
 
 MAX_POINTS = 2000
 _MAX_SAMPLES = 40
@@ -41,7 +42,7 @@ class RunReport:
 
 
 def read_run(folder: Path, name: str, config: dict[str, Any]) -> RunReport:
-    """Gather a run from its folder; ``config`` are its options."""
+    """Gather a run from its folder; ``config`` are its options. What is damaged in its records is left out."""
     records = list(read_metrics(folder / "metrics.jsonl"))
     return RunReport(
         name=name,
@@ -49,13 +50,13 @@ def read_run(folder: Path, name: str, config: dict[str, Any]) -> RunReport:
         curves={curve: thin_out(_points(records, curve)) for curve in _CURVES},
         samples=_samples(folder / "samples"),
         config=config,
-        starts=_json_lines(folder / "starts.jsonl"),
+        starts=list(read_objects(folder / "starts.jsonl")),
         skipped=[record["step"] for record in records if record.get("skipped")],
         timeline=_timeline(folder / TIMELINE_FILE),
         late=[
             (record["step"], late["rank"], late["phase"], late["delay_s"])
             for record in records
-            if (late := record.get("late"))
+            if isinstance(late := record.get("late"), dict) and late.keys() >= {"rank", "phase", "delay_s"}
         ],
     )
 
@@ -73,8 +74,19 @@ def render_recording(recording: Mapping[str, Any], name: str) -> str:
 
 def as_script_data(data: Any) -> str:
     """Return data as JSON that can stand inside a script element, where only these could end it or begin a comment."""
-    text = json.dumps(data, allow_nan=False)
+    text = json.dumps(plain(data), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def plain(data: Any) -> Any:
+    """Return what JSON can spell of data: no number for one that is not finite, text for what it doesn't know."""
+    if isinstance(data, Mapping):
+        return {str(key): plain(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [plain(each) for each in data]
+    if isinstance(data, float) and not math.isfinite(data):
+        return None
+    return data if isinstance(data, str | int | float | None) else str(data)
 
 
 def fill(template: str, places: dict[str, str]) -> str:
@@ -109,27 +121,23 @@ def thin_out(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def _points(records: Sequence[dict[str, Any]], curve: str) -> list[tuple[int, float]]:
-    return [(record["step"], record[curve]) for record in records if record.get(curve) is not None]
+    return [(record["step"], record[curve]) for record in records if isinstance(record.get(curve), int | float)]
 
 
 def _samples(folder: Path) -> list[tuple[int, str]]:
-    paths = sorted(folder.glob("step-*.txt"))
+    paths = sorted(path for path in folder.glob("step-*.txt") if path.stem.removeprefix("step-").isdecimal())
     if len(paths) > _MAX_SAMPLES:
         paths = [paths[i * (len(paths) - 1) // (_MAX_SAMPLES - 1)] for i in range(_MAX_SAMPLES)]
-    return [(int(path.stem.removeprefix("step-")), path.read_text(encoding="utf-8")) for path in paths]
+    return [
+        (int(path.stem.removeprefix("step-")), path.read_text(encoding="utf-8", errors="replace")) for path in paths
+    ]
 
 
 def _timeline(path: Path) -> dict[str, Any] | None:
     """Return the recording in a file; None if there is none, or something else, which must not spoil the page."""
     try:
         recording = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     is_whole = isinstance(recording, dict) and recording.keys() >= _PARTS and bool(recording["ranks"])
     return recording if is_whole else None
-
-
-def _json_lines(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]

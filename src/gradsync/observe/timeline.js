@@ -6,18 +6,23 @@ const TIMELINE_WORDS = {
     finish: "end of the pass", hidden: "all-reduce, hidden under computation", exposed: "all-reduce, exposed: the rank waits",
     bucket: "bucket", ready: "ready", launched: "launched", done: "done", waited: "waited", pass: (number) => `pass ${number}`, choose: "pass", zoom: "backward only",
     holds: "holds", parameters: "parameters", mostly: "mostly", touch: "Touch or point at a bar to read its times.", touchMap: "Touch or point at a piece to read its name and size.",
-    carries: "carries", backend: "backend", ranks: "ranks", carried: {},
+    carries: "carries", backend: "backend", ranks: "ranks", carried: {}, step: (number) => `step ${number}`, part: "a stage computes a micro-batch",
   },
   zh: {
     rank: "rank", optimizer: "优化器", data: "等数据", forward: "前向与损失", backward: "反向",
     finish: "收尾", hidden: "all-reduce，被计算掩盖", exposed: "all-reduce，暴露在外：进程在等",
     bucket: "桶", ready: "就绪", launched: "发出", done: "完成", waited: "等待", pass: (number) => `第 ${number} 次同步`, choose: "同步的序号", zoom: "只看反向",
     holds: "装着", parameters: "个参数", mostly: "主要是", touch: "点按或指向色条可读出时间。", touchMap: "点按或指向色块可读出名字和大小。",
-    carries: "承载", backend: "后端", ranks: "rank",
+    carries: "承载", backend: "后端", ranks: "rank", step: (number) => `第 ${number} 步`, part: "流水线的一段在计算一个微批",
     carried: {"buckets": "桶", "control words": "控制字", "buckets and control words": "桶和控制字"},
   },
 };
-const PHASE_COLOURS = {optimizer: "var(--c3)", data: "var(--c4)", forward: "var(--c2)", backward: "var(--c0)", finish: "var(--line)"};
+const darker = (colour) => `color-mix(in srgb, var(${colour}) 60%, var(--ink))`;
+const PHASE_COLOURS = {
+  optimizer: "var(--c3)", data: "var(--c4)", forward: "var(--c2)", backward: "var(--c0)", finish: "var(--line)",
+  "forward and backward": "var(--c0)", "gradient norm": "var(--c2)", evaluation: darker("--c2"), checkpoint: darker("--c4"), sample: darker("--c3"), "between steps": "var(--line)",
+};
+const LIGHT_PHASES = ["finish", "between steps"];
 
 const timelineWords = () => TIMELINE_WORDS[document.documentElement.lang] ?? TIMELINE_WORDS.en;
 
@@ -92,10 +97,12 @@ function lanesOf(recording, index, isZoomed) {
     if (!record) continue;
     const base = record.began_s + rank.offset_s, at = (seconds) => base + seconds;
     const spans = record.spans.filter((span) => !isZoomed || ["backward", "finish"].includes(span.phase));
-    const local = Math.max(...record.spans.filter((span) => span.phase === "backward").map((span) => at(span.end_s)));
+    const ends = record.spans.filter((span) => span.phase === "backward").map((span) => at(span.end_s));
+    const local = Math.max(...ends, ...(record.local_s === undefined ? [] : [at(record.local_s)]));
     const buckets = record.buckets.filter((one) => one.launched_s !== null && one.done_s !== null)
       .map((one) => ({...one, from: at(one.launched_s), to: at(Math.max(one.done_s, one.launched_s))}));
-    lanes.push({rank, record, at, local, buckets, rows: inRows(buckets), spans: spans.map((span) => ({...span, from: at(span.start_s), to: at(span.end_s)})),
+    const parts = (record.parts ?? []).map((one) => ({...one, from: at(one.start_s), to: at(one.end_s)}));
+    lanes.push({rank, record, at, local, buckets, parts, rows: inRows(buckets), spans: spans.map((span) => ({...span, from: at(span.start_s), to: at(span.end_s)})),
       gradients: (record.gradients ?? []).map((one) => ({...one, when: at(one.at_s)}))});
   }
   return lanes;
@@ -112,9 +119,12 @@ function drawTimeline(place, recording, options = {}) {
     slider.addEventListener("input", () => { index = Number(slider.value); draw(width); });
     header.append(node("label", {}, slider, " "), label);
   } else header.append(label);
+  const records = recording.ranks.flatMap((rank) => rank.passes), phases = new Set(records.flatMap((record) => record.spans.map((span) => span.phase)));
   zoom.addEventListener("change", () => { isZoomed = zoom.checked; draw(width); });
-  header.append(node("label", {}, zoom, ` ${words.zoom}`));
-  const keys = [...["optimizer", "data", "forward", "backward"].map((phase) => [PHASE_COLOURS[phase], words[phase]]), ["var(--c5)", words.hidden], ["var(--c1)", words.exposed], [PHASE_COLOURS.finish, words.finish]];
+  if (phases.has("backward")) header.append(node("label", {}, zoom, ` ${words.zoom}`));
+  const named = Object.keys(PHASE_COLOURS).filter((phase) => phases.has(phase)), hasBuckets = records.some((record) => record.buckets.length);
+  const keys = [...named.map((phase) => [PHASE_COLOURS[phase], words[phase] ?? phase]), ...(hasBuckets ? [["var(--c5)", words.hidden], ["var(--c1)", words.exposed]] : [])];
+  if (records.some((record) => record.parts?.length)) keys.push(["var(--ink)", words.part]);
   const legend = node("ul", {class: "keys"}, ...keys.map(([colour, text]) => node("li", {}, node("span", {class: "swatch", style: `background:${colour}`}), text)));
   box.append(header, read, legend);
   place.append(box);
@@ -123,9 +133,10 @@ function drawTimeline(place, recording, options = {}) {
     width = newWidth;
     const lanes = lanesOf(recording, index, isZoomed);
     const all = lanes.flatMap((lane) => [...lane.spans, ...lane.buckets]);
+    const partHeight = (lane) => lane.parts.length ? 10 : 0;
     const start = Math.min(...all.map((bar) => bar.from)), end = Math.max(...all.map((bar) => bar.to));
     const left = 8, right = 8, x = (when) => left + (when - start) / (end - start || 1) * (width - left - right);
-    const rowHeight = 13, laneHeight = (lane) => 20 + 22 + 8 + lane.rows * rowHeight + 12;
+    const rowHeight = 13, laneHeight = (lane) => 20 + 22 + 8 + partHeight(lane) + lane.rows * rowHeight + 12;
     const height = 18 + lanes.reduce((sum, lane) => sum + laneHeight(lane), 0);
     const image = shape("svg", {viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": recording.verdict});
     for (const tick of timeTicks(end - start, width < 500 ? 3 : 8)) {
@@ -134,33 +145,36 @@ function drawTimeline(place, recording, options = {}) {
     }
     let top = 18;
     for (const lane of lanes) {
-      drawLane(image, lane, top, x, rowHeight);
+      drawLane(image, lane, top, x, rowHeight, partHeight(lane));
       top += laneHeight(lane);
     }
     box.querySelector("svg")?.remove();
     box.insertBefore(image, read);
     sayOnTouch(image, read);
-    label.textContent = words.pass(lanes[0].record.number);
+    label.textContent = (lanes[0].record.parts ? words.step : words.pass)(lanes[0].record.number);
   }
 
-  function drawLane(image, lane, top, x, rowHeight) {
+  function drawLane(image, lane, top, x, rowHeight, partHeight) {
     const bar = (from, to, y, height, colour, say) => image.append(shape("rect", {x: x(from).toFixed(2), width: Math.max(x(to) - x(from), 1).toFixed(2), y, height, rx: 2, fill: colour, "data-say": say}));
     image.append(shape("text", {x: 8, y: top + 13, class: "name"}, `${words.rank} ${lane.rank.rank}`));
     for (const span of lane.spans) {
-      bar(span.from, span.to, top + 20, 20, PHASE_COLOURS[span.phase], `${words.rank} ${lane.rank.rank}, ${words[span.phase]}: ${ms(span.to - span.from)}`);
-      if (x(span.to) - x(span.from) > words[span.phase].length * 7 + 8 && span.phase !== "finish")
-        image.append(shape("text", {x: x(span.from) + 5, y: top + 34, style: "fill:#fff"}, words[span.phase]));
+      const name = words[span.phase] ?? span.phase;
+      bar(span.from, span.to, top + 20, 20, PHASE_COLOURS[span.phase] ?? "var(--line)", `${words.rank} ${lane.rank.rank}, ${name}: ${ms(span.to - span.from)}`);
+      if (x(span.to) - x(span.from) > name.length * 7 + 8 && !LIGHT_PHASES.includes(span.phase))
+        image.append(shape("text", {x: x(span.from) + 5, y: top + 34, style: "fill:#fff"}, name));
     }
+    for (const part of lane.parts)
+      bar(part.from, part.to, top + 43, 8, "var(--ink)", `${words.rank} ${lane.rank.rank}, ${part.name}: ${ms(part.to - part.from)}`);
     for (const one of lane.gradients)
       image.append(shape("line", {x1: x(one.when), x2: x(one.when), y1: top + 36, y2: top + 42, stroke: "var(--ink)", "stroke-width": 1}));
     for (const one of lane.buckets) {
-      const y = top + 48 + one.row * rowHeight, name = recording.buckets[one.number]?.parameters ?? [];
+      const y = top + 48 + partHeight + one.row * rowHeight, name = (lane.rank.buckets ?? recording.buckets)[one.number]?.parameters ?? [];
       const say = `${words.rank} ${lane.rank.rank}, ${words.bucket} ${one.number}: ${words.launched} ${ms(one.launched_s)}, ${words.done} ${ms(one.done_s)}, ${words.waited} ${ms(one.wait_s ?? 0)}` + (name.length ? `; ${words.holds} ${name.slice(0, 3).map((p) => p.name).join(", ")}${name.length > 3 ? " …" : ""}` : "");
       const turn = Math.min(Math.max(lane.local, one.from), one.to);
       if (turn > one.from) bar(one.from, turn, y, rowHeight - 3, "var(--c5)", say);
       if (one.to > turn) bar(turn, one.to, y, rowHeight - 3, "var(--c1)", say);
       if (one.ready_s !== null)
-        image.append(shape("circle", {cx: x(lane.at(one.ready_s)), cy: top + 45, r: 2.2, fill: "var(--c5)"}));
+        image.append(shape("circle", {cx: x(lane.at(one.ready_s)), cy: top + 45 + partHeight, r: 2.2, fill: "var(--c5)"}));
       if (x(one.to) - x(one.from) > 24)
         image.append(shape("text", {x: x(one.from) + 3, y: y + 9, style: "fill:#fff;font-size:9px;pointer-events:none"}, String(one.number)));
     }

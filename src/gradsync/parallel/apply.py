@@ -18,14 +18,15 @@ from torch import nn
 from gradsync.ddp.module import DistributedDataParallel
 from gradsync.model.gpt2 import GPT2
 from gradsync.model.layout import GPT2_LAYOUT
-from gradsync.parallel.degrees import Degrees, Strategy, check_strategy
+from gradsync.parallel.degrees import Degrees, Strategy
+from gradsync.parallel.division import Flow, check_division, num_stages
 from gradsync.parallel.fsdp import shard_parameters, without_reduction
 from gradsync.parallel.held import Held, held_in_mesh, held_whole, tensor_dims
 from gradsync.parallel.mesh import Mesh
-from gradsync.parallel.pipeline import Flow, Pipelined, check_pipeline, num_stages
+from gradsync.parallel.pipeline import Pipelined
 from gradsync.parallel.replica import Context, Replica, Shared, Whole
 from gradsync.parallel.stage import Stage, split_blocks
-from gradsync.parallel.tensor import CutVocabulary, check_tensor_degree, cut_tensors
+from gradsync.parallel.tensor import CutVocabulary, cut_tensors
 from gradsync.parallel.vocabulary import Vocabulary, WholeVocabulary
 
 
@@ -45,24 +46,16 @@ class Wanted:
     """As of ``DistributedDataParallel``."""
 
 
-def check(model: GPT2, wanted: Wanted) -> None:
-    """Check what can be checked on each rank by itself, all alike.
-
-    Raises:
-        ConfigError: the model cannot be divided in this way.
-    """
-    check_strategy(wanted.strategy, wanted.degrees)
-    check_tensor_degree(model.config, wanted.degrees.tensor)
-    if wanted.degrees.pipeline > 1:
-        check_pipeline(model.config, wanted.flow, wanted.degrees.pipeline)
-
-
 def parallelize(model: GPT2, wanted: Wanted, device: torch.device) -> Replica:
     """Return the model as this rank trains it; collective unless there is one rank alone. Takes the model over.
 
     The model must be the same on all ranks.
+
+    Raises:
+        ConfigError: it cannot be divided in this way; on all ranks alike.
     """
     degrees = wanted.degrees
+    check_division(model.config, wanted.strategy, degrees, wanted.flow)
     if degrees.world == 1:
         return _alone(model.to(device), wanted)
     if degrees.tensor * degrees.pipeline > 1 or wanted.strategy == "fsdp":
@@ -111,6 +104,7 @@ def _divided(model: GPT2, wanted: Wanted, mesh: Mesh) -> Replica:
     if is_fully_sharded:
         return replica.wrapped_in(runnable[0], partial(without_reduction, runnable[0]))
     if isinstance(runnable[0], DistributedDataParallel):
+        replica.engines = [runnable[0]]
         return replica.wrapped_in(runnable[0], runnable[0].no_sync)
     return replica
 

@@ -8,8 +8,6 @@ from gradsync.errors import ConfigError
 Strategy = Literal["ddp", "zero", "fsdp"]
 PipelineSchedule = Literal["1f1b", "gpipe", "interleaved"]
 
-_MOST_CHOICES = 12
-
 
 @dataclass(frozen=True)
 class Degrees:
@@ -33,7 +31,7 @@ def resolve_degrees(world: int, data: int | None, tensor: int, pipeline: int) ->
     """Return the degrees that multiply to ``world``; ``data=None`` takes what the others leave.
 
     Raises:
-        ConfigError: they don't; the choices that do are named.
+        ConfigError: they don't.
     """
     model = tensor * pipeline
     if world % model or data not in (None, world // model):
@@ -43,7 +41,7 @@ def resolve_degrees(world: int, data: int | None, tensor: int, pipeline: int) ->
         verb = "is" if world == 1 else "are"
         raise ConfigError(
             f"{given}--tp {tensor} x --pp {pipeline} is {product}, which needs {wants} processes, and there {verb} "
-            f"{world}; what works with {world}: {_choices(world)}"
+            f"{world}"
         )
     return Degrees(world // model, tensor, pipeline)
 
@@ -57,19 +55,5 @@ def check_strategy(strategy: Strategy, degrees: Degrees) -> None:
     if strategy == "zero" and degrees.tensor * degrees.pipeline > 1:
         raise ConfigError(
             f"--strategy zero divides the optimizer of whole replicas, and with --tp {degrees.tensor} --pp "
-            f"{degrees.pipeline} no rank holds a whole one; take --strategy fsdp, --strategy ddp, or --tp 1 --pp 1"
+            f"{degrees.pipeline} no rank holds a whole one; take --strategy fsdp, or --strategy ddp"
         )
-
-
-def _choices(world: int) -> str:
-    found = [
-        f"--dp {world // (tensor * pipeline)} --tp {tensor} --pp {pipeline}"
-        for pipeline in _divisors(world)
-        for tensor in _divisors(world // pipeline)
-    ]
-    more = f" and {len(found) - _MOST_CHOICES} more" if len(found) > _MOST_CHOICES else ""
-    return "; ".join(found[:_MOST_CHOICES]) + more
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]

@@ -14,7 +14,6 @@ Shapes: B sequences of a micro-batch, T tokens, C channels, V vocabulary.
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,55 +22,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gradsync.ddp.module import DistributedDataParallel
-from gradsync.errors import ConfigError
-from gradsync.model.gpt2 import GPT2Config
-from gradsync.parallel.degrees import PipelineSchedule
+from gradsync.parallel.division import Flow, num_stages
 from gradsync.parallel.held import Held, clip_global_norm
 from gradsync.parallel.mesh import Mesh
 from gradsync.parallel.replica import MicroBatches, Replica, same_everywhere
 from gradsync.parallel.stage import Stage
+from gradsync.parallel.stage_clock import StageClock
 from gradsync.parallel.vocabulary import Vocabulary
-
-INTERLEAVED_STAGES = 2
-"""Stages of a rank in the interleaved schedule."""
-
-
-@dataclass(frozen=True)
-class Flow:
-    """What goes through a pipeline in one step."""
-
-    schedule: PipelineSchedule
-    num_micro_batches: int
-    micro_batch: int
-    context: int
-
-
-def num_stages(schedule: PipelineSchedule, degree: int) -> int:
-    """Return the stages of the whole pipeline."""
-    return degree * (INTERLEAVED_STAGES if schedule == "interleaved" else 1)
-
-
-def check_pipeline(config: GPT2Config, flow: Flow, degree: int) -> None:
-    """Check that there are blocks and micro-batches for every stage.
-
-    Raises:
-        ConfigError: there aren't; what works is named.
-    """
-    stages = num_stages(flow.schedule, degree)
-    if config.num_layers < stages:
-        raise ConfigError(
-            f"--pp {degree} --schedule {flow.schedule} makes {stages} stages, and the model has {config.num_layers} "
-            f"layer(s); take a --pp of at most {max(config.num_layers * degree // stages, 1)}, or more --layers"
-        )
-    count = flow.num_micro_batches
-    rounds = max(1, count // degree)
-    if flow.schedule != "gpipe" and count < degree or flow.schedule == "interleaved" and count % rounds:
-        need = f"a multiple of {degree}" if flow.schedule == "interleaved" else f"at least {degree}"
-        raise ConfigError(
-            f"--pp {degree} --schedule {flow.schedule} needs {need} micro-batches a step to keep every stage at work, "
-            f"and there {'is' if count == 1 else 'are'} {count}; take a smaller --micro-batch, more --batch-tokens, or "
-            f"--schedule gpipe"
-        )
 
 
 class Pipelined(Replica):
@@ -101,7 +58,14 @@ class Pipelined(Replica):
         self._flow = flow
         self._divisor = 1
         self._sums: list[Tensor] = []
+        self.engines = self._wrappers
+        self._clock = StageClock()
         self._schedule = self._make_schedule(runnable)
+
+    @property
+    def computed(self) -> Sequence[tuple[str, int, int]]:
+        """See ``Replica``."""
+        return list(self._clock.calls)
 
     def forward_backward(self, micro_batches: MicroBatches, divisor: int, on_loss: Callable[[Tensor], None]) -> None:
         """Run the schedule, then reduce the gradients; see the notes of this module."""
@@ -171,6 +135,8 @@ class Pipelined(Replica):
             )
             for number, (stage, module) in enumerate(zip(self._stages, runnable, strict=True))
         ]
+        for number, pipeline_stage in enumerate(pipeline_stages if mesh.device.type == "cpu" else ()):
+            self._clock.attach(pipeline_stage, f", part {number}" if len(pipeline_stages) > 1 else "")
         options: dict[str, Any] = {"loss_fn": self._loss_of_micro_batch, "scale_grads": False}
         if flow.schedule == "interleaved":
             return ScheduleInterleaved1F1B(pipeline_stages, flow.num_micro_batches, **options)  # type: ignore[arg-type]

@@ -36,6 +36,8 @@ class Replica(ABC):
     held: dict[str, Held]
     ddp: DistributedDataParallel | None = None
     """The wrapper, where there is one and its module is the whole model."""
+    engines: Sequence[DistributedDataParallel] = ()
+    """All wrappers of this rank, whatever part of the model their modules are."""
     data_rank = 0
     data_world = 1
     stage = 0
@@ -61,6 +63,11 @@ class Replica(ABC):
     @abstractmethod
     def modules(self) -> list[nn.Module]:
         """Return the modules that are run here, unwrapped."""
+
+    @property
+    def computed(self) -> Sequence[tuple[str, int, int]]:
+        """What of the last steps' computing was seen in pieces: name, begin and end (``time.perf_counter_ns``)."""
+        return ()
 
     def next_token_logits(self, tokens: Tensor) -> Tensor:
         """Return the logits (B, V) of the token after ``tokens``; all ranks get the very same numbers."""

@@ -26,24 +26,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from gradsync.errors import ConfigError
-from gradsync.model.gpt2 import IGNORED_TARGET, GPT2Config
+from gradsync.model.gpt2 import IGNORED_TARGET
 from gradsync.model.layout import Layout
 from gradsync.parallel.pieces import chunk_of
-
-
-def check_tensor_degree(config: GPT2Config, degree: int) -> None:
-    """Check that the heads divide.
-
-    Raises:
-        ConfigError: they don't; the degrees that work are named.
-    """
-    if config.num_heads % degree:
-        fine = [str(size) for size in range(1, config.num_heads + 1) if config.num_heads % size == 0]
-        raise ConfigError(
-            f"--tp {degree} does not divide the model's {config.num_heads} heads; "
-            f"take one of {', '.join(fine)}, or another --heads"
-        )
 
 
 def cut_tensors(module: nn.Module, layout: Layout, mesh: DeviceMesh) -> None:

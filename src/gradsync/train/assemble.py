@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from gradsync.parallel.apply import parallelize
 from gradsync.parallel.replica import Replica
 from gradsync.train.build import Material
-from gradsync.train.config import TrainConfig
+from gradsync.train.config import MAX_SEED, TrainConfig
 from gradsync.train.optim import make_optimizer
 from gradsync.train.state import Standing, TrainingState
 
@@ -35,7 +35,7 @@ def assemble(config: TrainConfig, material: Material, device: torch.device) -> A
 
 def dropout_seed(seed: int, data_rank: int, stage: int = 0) -> int:
     """Return the seed of the masks; ranks that share a stage of a replica must draw the same ones."""
-    return seed * 1_000_003 + data_rank + 1 + (stage << 40)
+    return (seed * 1_000_003 + data_rank + 1 + (stage << 40)) % (MAX_SEED + 1)
 
 
 def remarks(config: TrainConfig, material: Material) -> list[str]:

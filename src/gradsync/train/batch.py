@@ -40,9 +40,9 @@ def micro_batch_limit(maximum: int, context: int, device_type: str) -> int:
 
 
 def plan_batch(
-    batch_tokens: int, context: int, world: int, micro_batch: int | None, max_micro_batch: int, stages: int = 1
+    batch_tokens: int, context: int, replicas: int, micro_batch: int | None, max_micro_batch: int, stages: int = 1
 ) -> BatchPlan:
-    """Divide a step over ``world`` ranks (replicas, where several ranks share one).
+    """Divide a step over so many replicas.
 
     Without a given micro-batch it is the largest one of at most ``max_micro_batch`` that divides, and leaves a
     pipeline of several stages so many of them that it is empty for a fifth of the time at most, if there are so many.
@@ -50,10 +50,10 @@ def plan_batch(
     Raises:
         ConfigError: the tokens don't divide; the nearest numbers that do are named.
     """
-    unit = context * world * (micro_batch or 1)
+    unit = context * replicas * (micro_batch or 1)
     if batch_tokens % unit:
-        raise ConfigError(_indivisible(batch_tokens, context, world, micro_batch, unit))
-    per_rank = batch_tokens // context // world
+        raise ConfigError(_indivisible(batch_tokens, context, replicas, micro_batch, unit))
+    per_rank = batch_tokens // context // replicas
     return BatchPlan(
         context=context,
         sequences_per_step=batch_tokens // context,
@@ -81,10 +81,10 @@ def largest_divisor(number: int, limit: int) -> int:
     return next(size for size in range(min(number, limit), 0, -1) if number % size == 0)
 
 
-def _indivisible(batch_tokens: int, context: int, world: int, micro_batch: int | None, unit: int) -> str:
+def _indivisible(batch_tokens: int, context: int, replicas: int, micro_batch: int | None, unit: int) -> str:
     lower = batch_tokens // unit * unit
     nearest = " or ".join(str(value) for value in (lower, lower + unit) if value)
-    parts = [f"context {context}", f"{world} process(es)"]
+    parts = [f"context {context}", f"{replicas} replica(s)"]
     if micro_batch:
         parts.append(f"micro-batch {micro_batch}")
     return (

@@ -1,6 +1,6 @@
-"""What a rank builds by itself before a run: data and model. No word to the other ranks, nothing written.
+"""What a rank builds by itself before a run: data and model; and the one look at whether the ranks built alike.
 
-How the model is spread over the ranks, and what comes after that, is in ``assemble``.
+Nothing is written. How the model is spread over the ranks, and what comes after that, is in ``assemble``.
 """
 
 import zlib
@@ -10,17 +10,19 @@ from pathlib import Path
 import torch
 
 from gradsync.data.corpus import Corpus, load_corpus
-from gradsync.data.loader import GlobalBatchLoader
+from gradsync.data.evaluation import check_evaluable
+from gradsync.data.loader import GlobalBatchLoader, check_assignments
 from gradsync.data.source import TokenSource
+from gradsync.errors import DataError
 from gradsync.model.gpt2 import GPT2, GPT2Config
-from gradsync.parallel.apply import Wanted, check
-from gradsync.parallel.degrees import Degrees, resolve_degrees
-from gradsync.parallel.pipeline import Flow
-from gradsync.train.batch import BatchPlan, micro_batch_limit, plan_batch
+from gradsync.parallel.apply import Wanted
+from gradsync.train.batch import BatchPlan
 from gradsync.train.completions import Example, read_examples
 from gradsync.train.config import TrainConfig
 from gradsync.train.initial import initial_model
 from gradsync.train.modes import Modes, compile_block
+from gradsync.train.outline import outline, shape_of
+from gradsync.train.ranks import Ranks
 
 _FINGERPRINT_TOKENS = 1 << 16
 
@@ -47,25 +49,36 @@ def build(config: TrainConfig, rank: int, world: int, device: torch.device, mode
         ConfigError: options that cannot work together.
         DataError: the data is missing, damaged or too short.
     """
-    degrees = resolve_degrees(world, config.dp, config.tp, config.pp)
-    plan = plan_of(config, degrees, device.type)
     corpus = load_corpus(config.data, config.tokenizer, config.val_fraction)
-    loader = _make_loader(config, plan, corpus.train, degrees.data_rank(rank), degrees.data)
+    outlined = outline(config, world, device.type, shape_of(config, corpus.tokenizer))
+    degrees, plan = outlined.degrees, outlined.plan
+    loader = make_loader(config, plan, corpus.train, degrees.data_rank(rank), degrees.data)
+    check_evaluable(corpus.val, config.context)
     examples = read_examples(Path(config.hellaswag)) if config.hellaswag else []
     model = initial_model(config, corpus.tokenizer)
     model.activation_checkpointing = config.activation_checkpointing
-    flow = Flow(config.schedule, plan.accumulation, plan.micro_batch, plan.context)
     compiled = compile_block if config.compile else None
-    wanted = Wanted(config.strategy, degrees, flow, compiled, modes.training, config.check_replicas_every)
-    check(model, wanted)
+    wanted = Wanted(config.strategy, degrees, outlined.flow, compiled, modes.training, config.check_replicas_every)
     counts = model.num_parameters(), model.estimate_flops_per_token()
     return Material(plan, corpus, loader, model, model.config, wanted, examples, *counts)
 
 
-def plan_of(config: TrainConfig, degrees: Degrees, device_type: str) -> BatchPlan:
-    """Divide a step over the replicas."""
-    limit = micro_batch_limit(config.max_micro_batch, config.context, device_type)
-    return plan_batch(config.batch_tokens, config.context, degrees.data, config.micro_batch, limit, degrees.pipeline)
+def make_loader(config: TrainConfig, plan: BatchPlan, source: TokenSource, rank: int, world: int) -> GlobalBatchLoader:
+    """Return one replica's share of the training text.
+
+    Raises:
+        DataError: the text is shorter than one step.
+    """
+    return GlobalBatchLoader(
+        source,
+        sequences_per_step=plan.sequences_per_step,
+        context=config.context,
+        rank=rank,
+        world=world,
+        micro_batch=plan.micro_batch,
+        shuffle=config.shuffle,
+        seed=config.seed,
+    )
 
 
 def fingerprint(source: TokenSource) -> dict[str, int]:
@@ -77,14 +90,27 @@ def fingerprint(source: TokenSource) -> dict[str, int]:
     return {"tokens": source.num_tokens, "crc32": checksum}
 
 
-def _make_loader(config: TrainConfig, plan: BatchPlan, source: TokenSource, rank: int, world: int) -> GlobalBatchLoader:
-    return GlobalBatchLoader(
-        source,
-        sequences_per_step=plan.sequences_per_step,
-        context=config.context,
-        rank=rank,
-        world=world,
-        micro_batch=plan.micro_batch,
-        shuffle=config.shuffle,
-        seed=config.seed,
+def check_same_data(ranks: Ranks, material: Material) -> None:
+    """Check that all ranks read one text, and no two replicas the same sequences of it; collective.
+
+    Raises:
+        DataError: on every rank, naming one that differs.
+    """
+    corpus, loader = material.corpus, material.loader
+    own = (fingerprint(corpus.train), fingerprint(corpus.val), corpus.tokenizer.vocab_size)
+    seen = ranks.gather((own, loader.rank, loader.upcoming()))
+    for rank, (theirs, _, _) in enumerate(seen):
+        if theirs != seen[0][0]:
+            raise DataError(
+                f"ranks 0 and {rank} do not read the same data: rank 0 has {_describe(seen[0][0])}, "
+                f"rank {rank} {_describe(theirs)}; give all hosts the same files"
+            )
+    check_assignments(list({replica: sequences for _, replica, sequences in seen}.values()))
+
+
+def _describe(data: tuple[dict[str, int], dict[str, int], int]) -> str:
+    train, val, vocab_size = data
+    return (
+        f"{train['tokens']:,} tokens (CRC {train['crc32']:08x}) to train and {val['tokens']:,} held back "
+        f"of a vocabulary of {vocab_size:,}"
     )

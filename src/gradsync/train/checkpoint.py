@@ -9,13 +9,14 @@ of ``state.py``.
 
 import hashlib
 import json
+import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -23,6 +24,8 @@ from gradsync.errors import CheckpointError
 from gradsync.parallel.pieces import Pieces
 from gradsync.train.ranks import Ranks, together
 from gradsync.train.storage import load_tensors, save_tensors, tensor_shapes
+
+T = TypeVar("T")
 
 FORMAT = "gradsync-checkpoint"
 VERSION = 1
@@ -43,21 +46,41 @@ class Checkpoint:
     facts: dict[str, Any]
     files: dict[str, dict[str, Any]]
 
+    @property
+    def val_loss(self) -> float | None:
+        """The validation loss of its step; None if none was taken, or no number came of it."""
+        loss = self.facts.get("val_loss")
+        return float(loss) if isinstance(loss, int | float) and math.isfinite(loss) else None
+
+    def fact(self, name: str, kind: type[T]) -> T:
+        """Return one of the facts.
+
+        Raises:
+            CheckpointError: it is missing, or something else than it should be.
+        """
+        value = self.facts.get(name)
+        if not isinstance(value, kind):
+            raise CheckpointError(
+                f"{self.folder / MANIFEST_NAME} is damaged: its fact {name!r} is {value!r}, expected {kind.__name__}"
+            )
+        return value
+
     def verify(self) -> None:
         """Compare every file with the manifest.
 
         Raises:
-            CheckpointError: a file is missing, cut short or changed.
+            CheckpointError: a file is missing, cut short, changed or cannot be read.
         """
         for name, expected in self.files.items():
             path = self.folder / name
-            if not path.is_file():
-                raise CheckpointError(f"{path} is missing")
-            size = path.stat().st_size
-            if size != expected["bytes"]:
-                raise CheckpointError(f"{path} has {size} bytes instead of {expected['bytes']}")
-            if _sha256(path) != expected["sha256"]:
-                raise CheckpointError(f"{path} was changed: its checksum is not the manifest's")
+            try:
+                size = path.stat().st_size
+                if size != expected["bytes"]:
+                    raise CheckpointError(f"{path} has {size} bytes instead of {expected['bytes']}")
+                if _sha256(path) != expected["sha256"]:
+                    raise CheckpointError(f"{path} was changed: its checksum is not the manifest's")
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return names and shapes of the tensors held."""
@@ -84,11 +107,16 @@ class CheckpointFolder:
         """
         final = self._folder / f"{_PREFIX}{step:08d}"
         unfinished = self._folder / f"{_UNFINISHED}{final.name}"
-        self._on_first(lambda: _make_empty(unfinished))
-        save_tensors(unfinished, tensors, self._ranks.host_group)
-        written = together(self._ranks, lambda: self._describe_own(unfinished))
-        files = {name: entry for part in self._ranks.gather(written) for name, entry in part.items()}
-        self._on_first(lambda: self._publish(unfinished, final, step, facts, files))
+        try:
+            self._on_first(lambda: _make_empty(unfinished))
+            save_tensors(unfinished, tensors, self._ranks.host_group)
+            written = together(self._ranks, lambda: self._describe_own(unfinished))
+            files = {name: entry for part in self._ranks.gather(written) for name, entry in part.items()}
+            self._on_first(lambda: self._publish(unfinished, final, step, facts, files))
+        except CheckpointError:
+            if self._ranks.rank == 0:  # or it takes the room that the next one needs
+                shutil.rmtree(unfinished, ignore_errors=True)
+            raise
         return final
 
     def clean(self) -> None:
@@ -109,9 +137,9 @@ class CheckpointFolder:
     def _remove_old(self) -> None:
         checkpoints = list_checkpoints(self._folder)
         kept = {checkpoint.step for checkpoint in checkpoints[: self._keep]}
-        scored = [c for c in checkpoints if c.facts.get("val_loss") is not None]
-        if scored:
-            kept.add(min(scored, key=lambda checkpoint: checkpoint.facts["val_loss"]).step)
+        best = best_of(checkpoints)
+        if best is not None:
+            kept.add(best.step)
         for checkpoint in checkpoints:
             if checkpoint.step not in kept:
                 _discard(checkpoint.folder)
@@ -136,10 +164,15 @@ class CheckpointFolder:
             raise CheckpointError(f"{self._folder} could not be written: {error}") from error
 
 
+def all_of(folder: Path) -> list[Path]:
+    """Return every checkpoint that was written to its end, intact or not, the newest first."""
+    return sorted(folder.glob(f"{_PREFIX}*"), reverse=True)
+
+
 def list_checkpoints(folder: Path) -> list[Checkpoint]:
     """Return the checkpoints whose manifest can be read, the newest first."""
     found = []
-    for path in sorted(folder.glob(f"{_PREFIX}*"), reverse=True):
+    for path in all_of(folder):
         try:
             found.append(open_checkpoint(path))
         except CheckpointError:
@@ -147,9 +180,15 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
     return sorted(found, key=lambda checkpoint: checkpoint.step, reverse=True)
 
 
+def best_of(checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
+    """Return the checkpoint with the lowest validation loss, if any has one."""
+    scored = [(checkpoint.val_loss, checkpoint) for checkpoint in checkpoints if checkpoint.val_loss is not None]
+    return min(scored, key=lambda pair: pair[0])[1] if scored else None
+
+
 def newest_intact(folder: Path, complain: Callable[[str], None]) -> Checkpoint | None:
     """Return the newest checkpoint that is intact; those that are not are complained about and passed over."""
-    for path in sorted(folder.glob(f"{_PREFIX}*"), reverse=True):
+    for path in all_of(folder):
         try:
             checkpoint = open_checkpoint(path)
             checkpoint.verify()
@@ -172,16 +211,28 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         is_ours = manifest["format"] == FORMAT
         version = manifest["version"]
         checkpoint = Checkpoint(folder, manifest["step"], manifest["facts"], manifest["files"])
-        foreign = [name for name in checkpoint.files if name != os.path.basename(name) or name in ("", ".", "..")]
     except OSError as error:
         raise CheckpointError(f"{path} could not be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-    if foreign:
-        raise CheckpointError(f"{path} names {foreign[0]!r}, which is no file of the checkpoint's own folder")
     if not is_ours or version != VERSION:
         raise CheckpointError(f"{path} is not a gradsync checkpoint of version {VERSION}")
+    if not _is_well_formed(checkpoint):
+        raise CheckpointError(f"{path} is damaged: its step, facts or files are not what gradsync writes")
+    foreign = [name for name in checkpoint.files if name != os.path.basename(name) or name in ("", ".", "..")]
+    if foreign:
+        raise CheckpointError(f"{path} names {foreign[0]!r}, which is no file of the checkpoint's own folder")
     return checkpoint
+
+
+def _is_well_formed(checkpoint: Checkpoint) -> bool:
+    is_whole = (
+        type(checkpoint.step) is int and isinstance(checkpoint.facts, dict) and isinstance(checkpoint.files, dict)
+    )
+    return is_whole and all(
+        isinstance(entry, dict) and type(entry.get("bytes")) is int and isinstance(entry.get("sha256"), str)
+        for entry in checkpoint.files.values()
+    )
 
 
 def _describe_files(folder: Path, prefix: str) -> dict[str, dict[str, Any]]:

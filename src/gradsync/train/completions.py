@@ -49,7 +49,7 @@ def read_examples(path: Path) -> list[Example]:
         DataError: the file is missing, holds none, or a line isn't one; the line is named.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # other line separators may stand in a text
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     examples = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
@@ -116,9 +116,23 @@ def _rows(example: Example, tokenizer: Tokenizer, context: int) -> tuple[Tensor,
 def _parse(line: str, where: str) -> Example:
     try:
         entry: Any = json.loads(line)
-        example = Example(str(entry["ctx"]), tuple(map(str, entry["endings"])), int(entry["label"]))
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{where}: expected an object with ctx, endings and label ({error!r})") from error
-    if not 0 <= example.label < len(example.endings):
-        raise DataError(f"{where}: label {example.label} is not the number of one of {len(example.endings)} endings")
-    return example
+    except (ValueError, RecursionError):
+        entry = None
+    if not isinstance(entry, dict):
+        raise _no_example(line, where)
+    context, endings, label = (entry.get(key) for key in ("ctx", "endings", "label"))
+    if isinstance(label, str) and label.isdecimal():  # as some copies of HellaSwag have it
+        label = int(label)
+    if not isinstance(context, str) or not isinstance(endings, list) or type(label) is not int:
+        raise _no_example(line, where)
+    if not all(isinstance(ending, str) and ending for ending in endings):
+        raise _no_example(line, where)
+    if not 0 <= label < len(endings):
+        raise DataError(f"{where}: label {label} is not the number of one of {len(endings)} endings")
+    return Example(context, tuple(endings), label)
+
+
+def _no_example(line: str, where: str) -> DataError:
+    return DataError(
+        f"{where}: expected an object with ctx (text), endings (a list of texts) and label (a number), got {line:.80}"
+    )

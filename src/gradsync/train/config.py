@@ -6,11 +6,15 @@ metadata in ``gradsync.cli.options``.
 """
 
 import difflib
+import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from gradsync.errors import ConfigError
 from gradsync.parallel.degrees import PipelineSchedule, Strategy
+
+MAX_SEED = 2**63 - 1
+"""The largest that torch's generators take."""
 
 PresetName = Literal["tiny", "small", "gpt2", "medium", "large", "xl"]
 
@@ -44,7 +48,9 @@ class TrainConfig:
         "tiny", "model and recipe that give the defaults of the other options", "run", fixed=True
     )
     steps: int = _option(1000, "optimizer steps of the whole run", "run", fixed=True, at_least=1)
-    seed: int = _option(1337, "seed of weights, dropout and the order of the data", "run", fixed=True, at_least=0)
+    seed: int = _option(
+        1337, "seed of weights, dropout and the order of the data", "run", fixed=True, at_least=0, at_most=MAX_SEED
+    )
     resume: bool = _option(False, "continue the run folder from its newest intact checkpoint", "run", per_start=True)
     stop_after: int | None = _option(
         None,
@@ -171,8 +177,8 @@ class TrainConfig:
     backend: str = _option("auto", "process group backend: auto, gloo, nccl, ...", "hardware", per_start=True)
     soft_limit: float = _option(
         60.0,
-        "seconds that a rank waits for the others before all stop and say where each one is; 0 for no limit (with "
-        "fsdp, --tp and --pp torch's own time-out holds)",
+        "seconds that a rank waits for the others, in any layout, before all stop and say where each one is; 0 for no "
+        "limit",
         "hardware",
         per_start=True,
         at_least=0,
@@ -195,15 +201,15 @@ class TrainConfig:
     )
     trace: bool = _option(
         False,
-        "trace a few steps of all ranks: trace.json for Perfetto, and the report's timeline (ddp and zero, without "
-        "--tp and --pp)",
+        "trace a few steps of all ranks: trace.json for Perfetto, and the report's timeline",
         "output",
         per_start=True,
     )
     trace_steps: int = _option(10, "how many steps --trace records", "output", per_start=True, at_least=1)
     straggler_every: int = _option(
         50,
-        "steps between looks at which rank the others wait for (ddp and zero); 0 for none",
+        "steps between looks at which rank the others wait for (with fsdp, --tp and --pp: by its data and its "
+        "optimizer's step alone); 0 for none",
         "output",
         per_start=True,
         at_least=0,
@@ -215,6 +221,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for spec in fields(self):
+            if getattr(self, spec.name) is None and "None" not in str(spec.type):
+                raise ConfigError(f"{flag(spec.name)} is null; it must have a value")
             _check_range(spec.name, getattr(self, spec.name), spec.metadata)
         if self.stop_after is not None and self.stop_after > self.steps:
             raise ConfigError(
@@ -225,6 +233,8 @@ class TrainConfig:
 def _check_range(name: str, value: Any, limits: Any) -> None:
     if value is None or isinstance(value, str):
         return
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{flag(name)} is {value}; it must be a finite number")
     low, high, above = limits["at_least"], limits["at_most"], limits["above"]
     if low is not None and value < low:
         raise ConfigError(f"{flag(name)} is {value}; it must be at least {low}")

@@ -11,16 +11,17 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gradsync.data.corpus import Corpus, load_corpus
+from gradsync.data.evaluation import check_evaluable
 from gradsync.model.gpt2 import GPT2
 from gradsync.model.layout import GPT2_LAYOUT
-from gradsync.parallel.degrees import Degrees, check_strategy, resolve_degrees
-from gradsync.parallel.pipeline import num_stages
+from gradsync.parallel.degrees import Degrees
+from gradsync.parallel.division import num_stages
 from gradsync.parallel.stage import split_blocks
 from gradsync.train.batch import BatchPlan
-from gradsync.train.build import plan_of
+from gradsync.train.build import make_loader
 from gradsync.train.config import TrainConfig
-from gradsync.train.initial import model_config
 from gradsync.train.modes import Modes
+from gradsync.train.outline import check_options
 
 _MIB = 2**20
 _MOMENTS = 2
@@ -44,14 +45,19 @@ class Memory:
 
 
 def dry_run(config: TrainConfig, world: int, device_type: str) -> list[str]:
-    """Return lines that describe the run."""
+    """Return lines that describe the run.
+
+    Raises:
+        GradsyncError: the run would be refused.
+    """
     device = torch.device(device_type)
-    degrees = resolve_degrees(world, config.dp, config.tp, config.pp)
-    check_strategy(config.strategy, degrees)
-    plan = plan_of(config, degrees, device.type)
+    outlined = check_options(config, world, device_type)
+    degrees, plan = outlined.degrees, outlined.plan
     corpus = load_corpus(config.data, config.tokenizer, config.val_fraction)
+    make_loader(config, plan, corpus.train, 0, degrees.data)  # these refuse a text that is too short
+    check_evaluable(corpus.val, config.context)
     with FakeTensorMode(), device:
-        model = GPT2(model_config(config, corpus.tokenizer.vocab_size))
+        model = GPT2(outlined.shape)
         model.activation_checkpointing = config.activation_checkpointing
         activations = _kept_bytes(model, plan, Modes(config.dtype, device, is_compiled=False), device)
     memory = _memory(model, activations, degrees, config)

@@ -4,6 +4,7 @@ Called with the process group (or none) already there. What can fail for a reaso
 before anything is written, and on all ranks together, so that all raise or none.
 """
 
+import math
 import platform
 import socket
 import time
@@ -14,24 +15,27 @@ from typing import Any
 import torch
 
 from gradsync import __version__
-from gradsync.comm.watch import excused
+from gradsync.comm.watch import excused, explaining
 from gradsync.data.loader import evaluation_batches
-from gradsync.errors import CheckpointError
+from gradsync.errors import CheckpointError, NonFiniteError
 from gradsync.observe.memory import resident_bytes
-from gradsync.observe.metrics import Sink, forget_after, open_sinks
+from gradsync.observe.metrics import Forgiving, Sink, forget_after, open_sinks
 from gradsync.observe.peaks import peak_flops
 from gradsync.observe.progress import View
 from gradsync.observe.records import StepRecord
 from gradsync.train.assemble import Assembly, assemble, remarks
 from gradsync.train.background import BackgroundWriter
-from gradsync.train.build import build, fingerprint
-from gradsync.train.checkpoint import CheckpointFolder, newest_intact, open_checkpoint
+from gradsync.train.build import build, check_same_data, fingerprint
+from gradsync.train.checkpoint import CheckpointFolder, all_of, newest_intact, open_checkpoint
 from gradsync.train.completions import completion_accuracy
 from gradsync.train.config import TrainConfig
 from gradsync.train.evaluate import Evaluation, evaluate
+from gradsync.train.folderlock import FolderLock
+from gradsync.train.initial import check_can_begin
 from gradsync.train.interrupt import StopRequests
 from gradsync.train.modes import Modes
 from gradsync.train.optim import Schedule
+from gradsync.train.phases import Phases
 from gradsync.train.ranks import Ranks, together
 from gradsync.train.runfolder import RunFolder
 from gradsync.train.sample import SampleOptions, stream_text
@@ -60,27 +64,39 @@ class Job:
         self._modes = Modes(config.dtype, place.device, config.compile)
         rank, world = place.ranks.rank, place.ranks.world
         self._material = together(place.ranks, lambda: build(config, rank, world, place.device, self._modes))
-        together(place.ranks, self._claim_folder)
+        check_same_data(place.ranks, self._material)
+        self._lock = together(place.ranks, self._claim_folder)
         writers = place.ranks.twin() if config.async_checkpoints else place.ranks
         self._checkpoints = CheckpointFolder(self._folder.checkpoints, writers, config.keep_checkpoints)
         self._writer = BackgroundWriter(self._checkpoints, not config.async_checkpoints, self._tell_saved)
         self._peak_flops = peak_flops(_device_name(place.device), self._modes.dtype_name)
         self._sinks: list[Sink] = []
+        self._phases = Phases()
         self._watch: Watch = NoWatch()
         self._assembly: Assembly
 
     def run(self) -> Outcome:
         """Train, from the start or from the newest intact checkpoint; all ranks together."""
+        try:
+            return self._run()
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+
+    def _run(self) -> Outcome:
         self._checkpoints.clean()
         self._assembly = assemble(self._config, self._material, self._place.device)
         self._material = replace(self._material, model=None)
-        self._watch = watch_of(self._assembly.replica.ddp, self._config, self._folder.path, self.note)
+        self._watch = watch_of(
+            self._place.ranks, self._assembly.replica, self._phases, self._config, self._folder.path, self.note
+        )
         step = self._restore() if self._config.resume else 0
-        self._open_records(step)
+        together(self._place.ranks, lambda: self._open_records(step))
         self._announce()
         self._place.view.begin(step, self._config.steps)
         try:
-            outcome = Trainer(self._config, self._parts(), self, step).run()
+            with explaining():
+                outcome = Trainer(self._config, self._parts(), self, step).run()
             self._watch.finish()
             return outcome
         finally:
@@ -121,11 +137,15 @@ class Job:
         config = self._config
         options = SampleOptions(config.sample_tokens, config.sample_temperature, config.sample_top_k, config.seed)
         tokenizer = self._material.corpus.tokenizer
-        with self._modes.elsewhere(), excused("a sample"):
-            pieces = stream_text(replica, tokenizer, config.sample_prompt, options, self._place.device)
-            text = config.sample_prompt + "".join(pieces)
-        if is_first:
-            self._folder.write_sample(step, text)
+        try:
+            with self._modes.elsewhere(), excused("a sample"):
+                pieces = stream_text(replica, tokenizer, config.sample_prompt, options, self._place.device)
+                text = config.sample_prompt + "".join(pieces)
+            if is_first:
+                self._folder.write_sample(step, text)
+        except (NonFiniteError, OSError) as error:
+            self.note(f"warning: no sample of step {step}: {error}")
+            return None
         return text if is_first else None
 
     def save(self, step: int, val_loss: float | None) -> None:
@@ -139,7 +159,7 @@ class Job:
             "tokens": step * material.plan.tokens_per_step,
             "world": self._place.ranks.world,
             "layout": self._layout(),
-            "val_loss": val_loss,
+            "val_loss": val_loss if val_loss is not None and math.isfinite(val_loss) else None,
         }
         self._writer.save(step, self._assembly.state.share(), facts)
 
@@ -154,11 +174,8 @@ class Job:
         if self._peak_flops is not None:
             flops = record.tokens_per_s * self._material.flops_per_token
             record = replace(record, mfu=flops / (self._peak_flops * self._place.ranks.world))
-        try:
-            for sink in self._sinks:
-                sink.write(record)
-        except OSError as error:
-            self.note(f"warning: step {record.step} is missing from the metrics, they could not be written: {error}")
+        for sink in self._sinks:
+            sink.write(record)
         self._place.view.step(record, self._memory_bytes())
 
     def note(self, message: str) -> None:
@@ -168,9 +185,8 @@ class Job:
     def _tell_saved(self, path: Path) -> None:
         self.note(f"saved {path}")
 
-    def _claim_folder(self) -> None:
-        if self._place.ranks.rank == 0:
-            self._folder.create(self._config)
+    def _claim_folder(self) -> FolderLock | None:
+        return self._folder.create(self._config) if self._place.ranks.rank == 0 else None
 
     def _parts(self) -> Parts:
         config, place, material = self._config, self._place, self._material
@@ -183,12 +199,14 @@ class Job:
             loader=material.loader,
             requests=place.requests,
             modes=self._modes,
+            phases=self._phases,
         )
 
     def _restore(self) -> int:
         ranks = self._place.ranks
         path = ranks.from_first(together(ranks, self._find_checkpoint))
         if path is None:
+            check_can_begin(self._config)
             self.note("no checkpoint yet: starting from step 0")
             return 0
         step = together(ranks, lambda: self._load(path))
@@ -200,17 +218,24 @@ class Job:
             return None
         with excused("looking for an intact checkpoint"):
             checkpoint = newest_intact(self._folder.checkpoints, self.note)
+        damaged = all_of(self._folder.checkpoints)
+        if checkpoint is None and damaged:
+            # To begin anew would throw away what may still be saved.
+            raise CheckpointError(
+                f"none of the {len(damaged)} checkpoint(s) in {self._folder.checkpoints} is intact; put back one that "
+                f"is, or remove them to start again from step 0"
+            )
         return checkpoint.folder if checkpoint else None
 
     def _load(self, path: Path) -> int:
         checkpoint, material = open_checkpoint(path), self._material
-        if checkpoint.facts["data"] != fingerprint(material.corpus.train):
+        if checkpoint.fact("data", dict) != fingerprint(material.corpus.train):
             raise CheckpointError(
                 f"the text of {self._config.data} is not the one that run {self._folder.path} was trained on; "
                 f"resume with that text, or start a new run"
             )
         self._assembly.state.restore(checkpoint.shapes(), checkpoint.load)
-        material.loader.load_state_dict(checkpoint.facts["loader"])
+        material.loader.load_state_dict(checkpoint.fact("loader", dict))
         return checkpoint.step
 
     def _open_records(self, step: int) -> None:
@@ -218,7 +243,8 @@ class Job:
             return
         forget_after(self._folder.metrics_file, step)
         config = self._config
-        self._sinks = open_sinks(self._folder.path, config.tensorboard, config.wandb, asdict(config))
+        sinks = open_sinks(self._folder.path, config.tensorboard, config.wandb, asdict(config))
+        self._sinks = [Forgiving(sink, self.note) for sink in sinks]
         self._folder.keep_tokenizer(getattr(self._material.corpus.tokenizer, "path", None))
         self._folder.append_start(
             {

@@ -92,6 +92,8 @@ def run_cases(job: ProofJob) -> None:
     device = device_of(job.device_type)
     subject: Subject = GPTSubject() if job.model is None else UserSubject(job.model)
     reference = run_plainly(subject, job.num_steps, device) if rank == 0 else None
+    if rank == 0:
+        reference_file(job.folder).touch()
     for number, case in enumerate(job.cases):
         if rank < case.world:
             _run_case(case, number, subject, job, device, reference)
@@ -112,6 +114,11 @@ def run_jointly(rows: Sequence[Case], subject: Subject, num_steps: int, device: 
     everyone: list[Any] = [findings]
     dist.broadcast_object_list(everyone, src=0)
     return list(everyone[0])
+
+
+def reference_file(folder: Path) -> Path:
+    """Return what lies there once the plain process has run."""
+    return folder / "reference"
 
 
 def result_file(folder: Path, case: Case) -> Path:

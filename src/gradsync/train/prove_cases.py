@@ -20,12 +20,12 @@ from gradsync.errors import ConfigError
 from gradsync.model.factory import Factory, load_factory
 from gradsync.model.gpt2 import GPT2, GPT2Config
 from gradsync.model.layout import GPT2_LAYOUT
-from gradsync.parallel.apply import Wanted, check, parallelize
+from gradsync.parallel.apply import Wanted, parallelize
 from gradsync.parallel.degrees import Degrees, PipelineSchedule, Strategy
+from gradsync.parallel.division import Flow
 from gradsync.parallel.fsdp import shard_parameters, without_reduction
 from gradsync.parallel.held import Held, clip_global_norm, held_in_mesh, held_whole, tensor_dims
 from gradsync.parallel.mesh import Mesh
-from gradsync.parallel.pipeline import Flow
 
 SEQUENCES = 16
 """Rows of the batch of one step, for up to four ranks; every case divides it evenly."""
@@ -166,7 +166,6 @@ class GPTSubject:
         per_rank = self._sequences // case.degrees.data
         flow = Flow(case.schedule, case.micro_batches, per_rank // case.micro_batches, _SHAPE.context)
         wanted = Wanted(case.strategy, case.degrees, flow)
-        check(model, wanted)
         return parallelize(model, wanted, device)
 
     def parts(self, step: int, case: Case, data_rank: int, device: torch.device) -> list[Any]:

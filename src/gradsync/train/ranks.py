@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from gradsync.comm.watch import wait_for
+from gradsync.comm.waits import wait_for
 from gradsync.errors import GradsyncError
 
 T = TypeVar("T")

@@ -9,14 +9,19 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 from gradsync.errors import CheckpointError, ConfigError
 from gradsync.train.config import TrainConfig, differences
+from gradsync.train.folderlock import FolderLock
+
+T = TypeVar("T")
 
 _RUNS = Path("runs")
 
@@ -57,35 +62,40 @@ class RunFolder:
         """Where tracebacks are kept."""
         return self.path / "errors.log"
 
-    def create(self, config: TrainConfig) -> None:
-        """Make the folder, or take over the one that is resumed.
+    def create(self, config: TrainConfig) -> FolderLock:
+        """Make the folder, or take over the one that is resumed; returns what keeps others out.
 
         Raises:
-            ConfigError: it cannot be written, or may not be used for this configuration.
+            ConfigError: it cannot be written, another process is at work in it, or it may not be used for this
+                configuration.
         """
         check_usable(config)
-        try:
-            for folder in (self.path, self.checkpoints, self.samples):
-                folder.mkdir(parents=True, exist_ok=True)
+        with _writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = FolderLock(self.path)
+            check_usable(config)  # another run may have been quicker
+            for folder in (self.checkpoints, self.samples):
+                folder.mkdir(exist_ok=True)
             _write_atomically(self.config_file, yaml.safe_dump(asdict(config), sort_keys=False))
-        except OSError as error:
-            raise ConfigError(
-                f"run folder {self.path} cannot be written: {error}; give another one with --run"
-            ) from error
+        return lock
 
     def append_start(self, start: dict[str, Any]) -> None:
         """Note where and on what a start ran."""
-        with (self.path / "starts.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(start) + "\n")
+        path = self.path / "starts.jsonl"
+        with _writing(self.path):
+            _drop_cut_line(path)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(start) + "\n")
 
     def keep_tokenizer(self, source: Path | None) -> None:
         """Copy a tokenizer's file, if it is made from one, so that the folder is enough to sample from."""
         if source is not None and source.resolve() != self.tokenizer_file.resolve():
-            shutil.copyfile(source, self.tokenizer_file)
+            with _writing(self.path):
+                shutil.copyfile(source, self.tokenizer_file)
 
     def write_sample(self, step: int, text: str) -> None:
         """Keep a sample."""
-        (self.samples / f"step-{step:08d}.txt").write_text(text, encoding="utf-8")
+        (self.samples / f"step-{step:08d}.txt").write_text(text, encoding="utf-8", errors="replace")
 
 
 def check_usable(config: TrainConfig) -> None:
@@ -125,11 +135,30 @@ def read_config(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} is not a run folder: its config.yaml cannot be read ({error.strerror})"
         ) from error
-    except yaml.YAMLError as error:
-        raise CheckpointError(f"{path / 'config.yaml'} is damaged: {error}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path / 'config.yaml'} is damaged: {' '.join(str(error).split())}") from error
     if not isinstance(options, dict):
         raise CheckpointError(f"{path / 'config.yaml'} is damaged: it holds no options")
+    for name, value in options.items():
+        if not isinstance(name, str) or not isinstance(value, str | int | float | None):
+            raise CheckpointError(
+                f"{path / 'config.yaml'} is damaged: {name!r} is {value!r}, which is no option's value"
+            )
     return options
+
+
+def saved_option(path: Path, name: str, kind: type[T]) -> T:
+    """Return one of the options that a run folder was made with.
+
+    Raises:
+        CheckpointError: it isn't a run folder, or the option is missing or of another kind.
+    """
+    value = read_config(path).get(name)
+    if not isinstance(value, kind):
+        raise CheckpointError(
+            f"{path / 'config.yaml'} is damaged: {name} is {value!r}, expected a value of type {kind.__name__}"
+        )
+    return value
 
 
 def new_run_path(preset: str) -> str:
@@ -158,7 +187,25 @@ def _check_same_run(config: TrainConfig, earlier: dict[str, Any]) -> None:
         )
 
 
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"run folder {path} cannot be written: {error}; give another one with --run") from error
+
+
 def _write_atomically(path: Path, text: str) -> None:
     unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.write_text(text, encoding="utf-8")
+    unfinished.unlink(missing_ok=True)
+    with unfinished.open("x", encoding="utf-8") as file:  # never through a link that lies there
+        file.write(text)
     os.replace(unfinished, path)
+
+
+def _drop_cut_line(path: Path) -> None:
+    """Remove what a kill has left of a last line."""
+    content = path.read_bytes() if path.exists() else b""
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        os.truncate(path, whole)

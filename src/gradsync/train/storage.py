@@ -5,10 +5,12 @@ index is read by an unpickler that knows only the classes an index is made of, a
 are refused: we write none. Files outside the checkpoint's folder are never opened.
 """
 
+import math
 import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -53,8 +55,14 @@ class _IndexUnpickler(_PythonUnpickler):  # type: ignore[misc]
     dispatch = dict(_PythonUnpickler.dispatch)
 
     def load_build(self) -> None:
-        if isinstance(self.stack[-2], type):
-            raise CheckpointError("the checkpoint's index changes a class; it was made to run code, and is not loaded")
+        # Only what the index itself brings may be filled: a class, a function or a member of an enumeration is shared
+        # with the whole process.
+        built = self.stack[-2]
+        if not (is_dataclass(built) and not isinstance(built, type)):
+            raise CheckpointError(
+                f"the checkpoint's index changes {built!r}, which is not its own; it was made to do harm, and is not "
+                f"loaded"
+            )
         super().load_build()
 
     dispatch[pickle.BUILD[0]] = load_build
@@ -143,17 +151,32 @@ def read_index(folder: Path) -> Metadata:
     try:
         with path.open("rb") as file:
             index = _IndexUnpickler(file).load()
+        if not isinstance(index, Metadata):
+            raise CheckpointError(f"{path} is not the index of a checkpoint")
+        _check_index(path, index)
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle raises almost anything
         raise CheckpointError(f"{path} could not be read: {type(error).__name__}: {error}") from error
-    if not isinstance(index, Metadata):
-        raise CheckpointError(f"{path} is not the index of a checkpoint")
+    return index
+
+
+def _check_index(path: Path, index: Metadata) -> None:
+    """Raise if an index names files elsewhere, or (anything) if it is not made of what torch writes."""
     for info in (index.storage_data or {}).values():
         name = info.relative_path
         if Path(name).name != str(name):
             raise CheckpointError(f"{path} names {name}, a file outside the checkpoint")
-    return index
+        if not (type(info.offset) is type(info.length) is int and info.offset >= 0 and info.length >= 0):
+            raise CheckpointError(f"{path} is damaged: {name} has no bytes {info.offset!r} + {info.length!r}")
+    for key, entry in index.state_dict_metadata.items():
+        if not isinstance(key, str) or not isinstance(entry, TensorStorageMetadata):
+            continue
+        shapes = [entry.size, *(part for chunk in entry.chunks for part in (chunk.offsets, chunk.sizes))]
+        if not all(type(number) is int and number >= 0 for shape in shapes for number in shape):
+            raise CheckpointError(f"{path} is damaged: {key} has no shape {entry.size!r}")
+        if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size):
+            raise CheckpointError(f"{path} is damaged: its pieces of {key} do not make up {tuple(entry.size)}")
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -9,12 +9,13 @@ from typing import Any, Literal
 
 import torch
 
-from gradsync.data.tokenizer import Tokenizer, load_tokenizer
+from gradsync.data.tokenizer import NAMED_TOKENIZERS, Tokenizer, load_tokenizer
 from gradsync.errors import CheckpointError, ConfigError
 from gradsync.model.gpt2 import GPT2, GPT2Config
 from gradsync.train.checkpoint import (
     MANIFEST_NAME,
     Checkpoint,
+    best_of,
     list_checkpoints,
     newest_intact,
     open_checkpoint,
@@ -50,7 +51,7 @@ def load_trained(path: Path, which: Which, device: str) -> Trained:
     """
     checkpoint = _find(path, which)
     place = _place(device)
-    model = GPT2(GPT2Config(**checkpoint.facts["model"])).to(place)
+    model = _model(checkpoint).to(place)
     checkpoint.load(match_names(model_tensors(model), checkpoint.shapes()))
     tokenizer = _tokenizer(checkpoint)
     return Trained(model.eval(), tokenizer, place, checkpoint.folder, checkpoint.step, checkpoint.facts)
@@ -72,18 +73,55 @@ def _find(path: Path, which: Which) -> Checkpoint:
     return found
 
 
-def _best(folder: Path) -> Checkpoint | None:
-    scored = [checkpoint for checkpoint in list_checkpoints(folder) if checkpoint.facts.get("val_loss") is not None]
-    if not scored:
+def _best(folder: Path) -> Checkpoint:
+    best = best_of(list_checkpoints(folder))
+    if best is None:
         raise CheckpointError(f"no checkpoint in {folder} has a validation loss; take --checkpoint newest")
-    best = min(scored, key=lambda checkpoint: float(checkpoint.facts["val_loss"]))
     best.verify()
     return best
 
 
+def shape_of_checkpoint(checkpoint: Checkpoint) -> GPT2Config:
+    """Return the form of the model that a checkpoint is of.
+
+    Raises:
+        CheckpointError: its manifest names none.
+    """
+    form = checkpoint.fact("model", dict)
+    try:
+        return GPT2Config(**form)
+    except (TypeError, ValueError) as error:
+        raise _no_model(checkpoint, error) from error
+
+
+def _model(checkpoint: Checkpoint) -> GPT2:
+    """Return an untrained model of the form that a checkpoint says it has."""
+    shape = shape_of_checkpoint(checkpoint)
+    try:
+        return GPT2(shape)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise _no_model(checkpoint, error) from error
+
+
+def _no_model(checkpoint: Checkpoint, error: Exception) -> CheckpointError:
+    form = checkpoint.fact("model", dict)
+    return CheckpointError(
+        f"{checkpoint.folder / MANIFEST_NAME} is damaged: there is no model of the form {form}: {error}"
+    )
+
+
 def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """Return the tokenizer by its name, or from the run's copy of its file; no other file is opened."""
     copy = RunFolder(checkpoint.folder.parent.parent).tokenizer_file
-    return load_tokenizer(str(copy) if copy.is_file() else checkpoint.facts["tokenizer"])
+    name = checkpoint.fact("tokenizer", str)
+    if name in NAMED_TOKENIZERS:
+        return load_tokenizer(name)
+    if not copy.is_file():
+        raise CheckpointError(
+            f"{checkpoint.folder} needs the tokenizer {Path(name).name!r}, and its run's copy {copy} is missing; copy "
+            f"the tokenizer's file there"
+        )
+    return load_tokenizer(str(copy))
 
 
 def _place(device: str) -> torch.device:

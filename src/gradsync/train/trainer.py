@@ -27,10 +27,14 @@ from gradsync.train.interrupt import StopReason, StopRequests
 from gradsync.train.modes import Modes
 from gradsync.train.nonfinite import explain, find_parameter, find_sequences
 from gradsync.train.optim import Schedule, set_lr
+from gradsync.train.phases import BETWEEN, CHECKPOINT, COMPUTE, DATA, EVALUATION, NORM, OPTIMIZER, SAMPLE, Phases
 from gradsync.train.ranks import Ranks
 from gradsync.train.vote import StepVote, Verdict
 
 MicroBatches = list[tuple[Tensor, Tensor]]
+
+# A skipped step changes no weight: what fails this often for other sequences each time goes on failing.
+_MOST_SKIPPED_IN_A_ROW = 20
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class Parts:
     loader: GlobalBatchLoader
     requests: StopRequests
     modes: Modes
+    phases: Phases
 
 
 class Chores(Protocol):
@@ -93,38 +98,48 @@ class Trainer:
         self._config = config
         self._parts = parts
         self._chores = chores
+        self._phases = parts.phases
         self.step = step
         self._end = config.steps if config.stop_after is None else min(config.steps, step + config.stop_after)
         self._reason = StopReason.NONE
         self._val_loss: float | None = None
         self._evaluated_step = -1
+        self._saved_step = step  # what a resumed run has begun from
+        self._skipped_in_a_row = 0
 
     def run(self) -> Outcome:
         """Train to the end of this start, save, and say how it ended."""
         sample = None
         while self.step < self._end and self._reason is StopReason.NONE:
             record = self._evaluate_if_due(self._train_step())
+            self._phases.begin(BETWEEN, self.step)
             self._chores.tell(record)
             self._save_if_due()
             sample = self._sample_if_due()
+        self._phases.end()
         run = self._config.run or ""
         return Outcome(run, self.step, self._config.steps, self._reason, self._val_loss, sample)
 
     def _train_step(self) -> StepRecord:
-        parts = self._parts
+        parts, number = self._parts, self.step + 1
+        self._phases.begin(DATA, number)
         started_s = time.perf_counter()
         lr = parts.schedule.lr_at(self.step)
         set_lr(parts.optimizer, lr)
         numbers = parts.loader.upcoming()
         micro_batches = parts.loader.next_step()
+        self._phases.begin(COMPUTE, number)
         vote = self._forward_backward(micro_batches)
+        self._phases.begin(NORM, number)
         grad_norm = self._clip_gradients()
         verdict = vote.result()
+        self._phases.begin(OPTIMIZER, number)
         is_finite = not verdict.non_finite_ranks and math.isfinite(grad_norm)
         if is_finite:
             parts.optimizer.step()
         else:
             self._refuse(micro_batches, numbers, verdict, grad_norm)
+        self._skipped_in_a_row = 0 if is_finite else self._skipped_in_a_row + 1
         parts.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self._reason = verdict.reason
@@ -163,14 +178,19 @@ class Trainer:
         message = explain(parts.ranks, self.step + 1, found, grad_norm, verdict.non_finite_ranks, place)
         if self._config.non_finite == "stop":
             raise NonFiniteError(
-                f"{message}; the last checkpoint is from before it. "
-                f"Lower --lr, or skip such steps with --non-finite skip"
+                f"{message}; {self._last_checkpoint()}. Lower --lr, or skip such steps with --non-finite skip"
+            )
+        if self._skipped_in_a_row + 1 >= _MOST_SKIPPED_IN_A_ROW:
+            raise NonFiniteError(
+                f"{message}; it would be the {_MOST_SKIPPED_IN_A_ROW}th in a row that is skipped, so the weights "
+                f"are of no use any more. Lower --lr, and start from an earlier checkpoint with --init-from"
             )
         self._chores.note(f"{message}; skipped")
 
     def _evaluate_if_due(self, record: StepRecord) -> StepRecord:
         if not self._is_due(self._config.eval_every):
             return record
+        self._phases.begin(EVALUATION, self.step)
         found = self._chores.evaluate()
         self._val_loss, self._evaluated_step = found["val_loss"], self.step
         return replace(record, **found)  # type: ignore[arg-type]
@@ -181,17 +201,30 @@ class Trainer:
         is_last = self.step == self._end or self._reason is not StopReason.NONE
         if not is_last and not (every and self.step % every == 0):
             return
+        self._phases.begin(CHECKPOINT, self.step)
         try:
             self._chores.finish_saving()
         except CheckpointError as error:
             self._chores.note(f"warning: {error}; training goes on, the next checkpoint is tried as usual")
-        self._chores.save(self.step, self._val_loss if self._evaluated_step == self.step else None)
-        if is_last:
-            self._chores.finish_saving()
+        try:
+            self._chores.save(self.step, self._val_loss if self._evaluated_step == self.step else None)
+            self._saved_step = self.step
+            if is_last:
+                self._chores.finish_saving()
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}; mend that (often: make room on the disk), and go on from the newest checkpoint with --resume"
+            ) from error
+
+    def _last_checkpoint(self) -> str:
+        return (
+            f"the last checkpoint is that of step {self._saved_step}" if self._saved_step else "no checkpoint is there"
+        )
 
     def _sample_if_due(self) -> str | None:
         if self._config.sample_tokens == 0 or not self._is_due(self._config.sample_every):
             return None
+        self._phases.begin(SAMPLE, self.step)
         return self._chores.sample(self.step)
 
     def _is_due(self, every: int) -> bool:

@@ -1,10 +1,12 @@
 """What a run tells of its ranks while it goes on: who is late, and on demand a trace of a few steps.
 
-Works on the wrapped model's timeline, on every rank alike; with one rank there is nothing to tell.
+Where the engine wraps the whole model, it looks at the engine's timeline; in other layouts at the loop's own phases,
+and at what of the engine and the pipeline's stages there is inside. Every rank does the same; with one there is nothing
+to tell.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,8 +16,12 @@ from gradsync.ddp.recording import record_all
 from gradsync.ddp.report import Straggler, milliseconds
 from gradsync.observe.page import TIMELINE_FILE
 from gradsync.observe.trace import render_trace
+from gradsync.parallel.replica import Replica
 from gradsync.train.config import TrainConfig
+from gradsync.train.phases import Phases, Step
 from gradsync.train.profiling import TRACE_FILE
+from gradsync.train.ranks import Ranks
+from gradsync.train.tracing import late_rank, record_steps, steps_of_all
 
 _WARM_UP_STEPS = 2
 """The first steps of a start are not like the others."""
@@ -42,13 +48,66 @@ class NoWatch:
         """Do nothing."""
 
 
+class _Sight(Protocol):
+    """What is looked at."""
+
+    def record(self, num_steps: int) -> None:
+        """Begin to record so many steps, the next ones."""
+
+    def recording(self, steps: Sequence[Step]) -> dict[str, Any]:
+        """Return what was recorded of these steps; collective."""
+
+    def late(self, steps: Sequence[Step]) -> Straggler | None:
+        """Return who is late in the last steps, as these tell it; all ranks together."""
+
+
+class _EngineSight:
+    """The engine that wraps the whole model."""
+
+    def __init__(self, ranks: Ranks, ddp: DistributedDataParallel) -> None:
+        self._ranks = ranks
+        self._ddp = ddp
+
+    def record(self, num_steps: int) -> None:
+        self._ddp.reducer.timeline.record(num_steps)
+
+    def recording(self, steps: Sequence[Step]) -> dict[str, Any]:
+        recording = record_all(self._ddp.reducer)
+        for rank, own in zip(recording["ranks"], steps_of_all(self._ranks, steps), strict=True):
+            rank["steps"] = own
+        return recording
+
+    def late(self, steps: Sequence[Step]) -> Straggler | None:
+        return self._ddp.report().straggler
+
+
+class _LoopSight:
+    """The training loop, with whatever is inside."""
+
+    def __init__(self, ranks: Ranks, replica: Replica) -> None:
+        self._ranks = ranks
+        self._replica = replica
+
+    def record(self, num_steps: int) -> None:
+        for wrapper in self._replica.engines:
+            wrapper.reducer.timeline.record(num_steps)
+
+    def recording(self, steps: Sequence[Step]) -> dict[str, Any]:
+        return record_steps(self._ranks, self._replica, steps)
+
+    def late(self, steps: Sequence[Step]) -> Straggler | None:
+        return late_rank(self._ranks, steps) if steps else None
+
+
 class RankWatch:
-    """Looks at the timeline of a wrapped model; ``note`` says something to the user."""
+    """Looks at the steps of all ranks; ``note`` says something to the user."""
 
     def __init__(
-        self, ddp: DistributedDataParallel, config: TrainConfig, folder: Path, note: Callable[[str], None]
+        self, sight: _Sight, rank: int, phases: Phases, config: TrainConfig, folder: Path, note: Callable[[str], None]
     ) -> None:
-        self._ddp = ddp
+        self._sight = sight
+        self._rank = rank
+        self._phases = phases
         self._every = config.straggler_every
         self._folder = folder
         self._note = note
@@ -63,7 +122,7 @@ class RankWatch:
         self._trace()
         if not self._every or number % self._every:
             return None
-        late = self._ddp.report().straggler
+        late = self._sight.late(self._steady()[-self._every :])
         self._tell(number, late)
         return None if late is None else asdict(late)
 
@@ -72,17 +131,24 @@ class RankWatch:
         if self._is_tracing:
             self._write_trace()
 
+    def _steady(self) -> list[Step]:
+        return list(self._phases.steps)[_WARM_UP_STEPS:]
+
     def _trace(self) -> None:
         if self._num_trace_steps and self._num_steps == _WARM_UP_STEPS:
-            self._ddp.reducer.timeline.record(self._num_trace_steps)
+            self._sight.record(self._num_trace_steps)
             self._is_tracing = True
-        if self._is_tracing and self._num_steps == _WARM_UP_STEPS + self._num_trace_steps:
+        # the last one has ended when the one after it is told of
+        if self._is_tracing and self._num_steps > _WARM_UP_STEPS + self._num_trace_steps:
             self._write_trace()
 
     def _write_trace(self) -> None:
         self._is_tracing = False
-        recording = record_all(self._ddp.reducer)
-        if self._ddp.reducer.rank != 0:
+        steps = self._steady()[: self._num_trace_steps]
+        if not steps:
+            return
+        recording = self._sight.recording(steps)
+        if self._rank != 0:
             return
         trace = self._folder / TRACE_FILE
         try:
@@ -91,8 +157,7 @@ class RankWatch:
         except OSError as error:
             self._note(f"warning: the trace could not be written: {error}")
             return
-        num_steps = len(recording["ranks"][0]["passes"])
-        self._note(f"traced {num_steps} steps: {recording['verdict']}; {trace}")
+        self._note(f"traced {len(steps)} steps: {recording['verdict']}; {trace}")
 
     def _tell(self, number: int, late: Straggler | None) -> None:
         """Say who is late when that has changed."""
@@ -105,11 +170,12 @@ class RankWatch:
 
 
 def watch_of(
-    ddp: DistributedDataParallel | None, config: TrainConfig, folder: Path, note: Callable[[str], None]
+    ranks: Ranks, replica: Replica, phases: Phases, config: TrainConfig, folder: Path, note: Callable[[str], None]
 ) -> Watch:
-    """Return the watch of a run's wrapped model, if it is wrapped."""
-    if ddp is not None and ddp.reducer.world_size > 1:
-        return RankWatch(ddp, config, folder, note)
-    if config.trace:
-        note("--trace: nothing is traced, since that takes several whole replicas (ddp or zero, without --tp and --pp)")
-    return NoWatch()
+    """Return the watch of a run."""
+    if ranks.world == 1:
+        if config.trace:
+            note("--trace: nothing is traced, since there is one process and nothing that it waits for; take --nproc 2")
+        return NoWatch()
+    sight = _LoopSight(ranks, replica) if replica.ddp is None else _EngineSight(ranks, replica.ddp)
+    return RankWatch(sight, ranks.rank, phases, config, folder, note)
