@@ -18,12 +18,16 @@ def free_port() -> int:
 
 
 def addresses(pids: Iterable[int]) -> set[tuple[str, int]]:
-    """The addresses and ports on which these processes take in what comes from elsewhere."""
-    mine = {inode for pid in pids for inode in _sockets(pid)}
+    """The addresses and ports on which these processes take in what comes from elsewhere, each on its own network."""
+    return {address for pid in pids for address in _addresses_of(pid)}
+
+
+def _addresses_of(pid: int) -> set[tuple[str, int]]:
+    mine = _sockets(pid)
     found = set()
     for table, state in (("tcp", _LISTENING), ("tcp6", _LISTENING), ("udp", _UNCONNECTED), ("udp6", _UNCONNECTED)):
-        with contextlib.suppress(FileNotFoundError):
-            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
                 fields = line.split()
                 if fields[3] == state and fields[9] in mine:
                     found.add(_address(fields[1]))

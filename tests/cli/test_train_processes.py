@@ -110,9 +110,10 @@ def test_a_killed_launcher_leaves_no_process(folder):
         wait_until(lambda: not session_members(process.pid), "every process has ended")
 
 
-def test_a_run_on_one_machine_listens_on_loopback_alone_and_keeps_its_files_to_itself(folder):
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_run_on_one_machine_listens_on_loopback_alone_and_keeps_its_files_to_itself(folder, backend):
     before = set(Path(tempfile.gettempdir()).glob("gradsync-*"))
-    arguments = train_arguments("--run", "run", "--steps", "1000000", "--backend", "gloo")
+    arguments = train_arguments("--run", "run", "--steps", "1000000", "--backend", backend)
     with running(*arguments, cwd=folder) as process:
         wait_until(has_trained(folder / "run"), "the first step")
         members = session_members(process.pid)

@@ -9,6 +9,8 @@ import torch
 from hosts import Host, hosts, outputs
 from rank_program import STEP_LIMIT, batch, make_model
 
+from listening import addresses
+
 PROGRAM = str(Path(__file__).with_name("rank_program.py"))
 TIMEOUT_S = 8.0
 PATIENCE_S = 60.0
@@ -59,6 +61,8 @@ def test_a_host_cut_off_in_the_middle_of_a_step_is_named(three_hosts: list[Host]
     for process in processes:
         assert process.stdout is not None
         assert any("training" in line for line in process.stdout), "it has ended before"
+    for host, process in zip(three_hosts, processes, strict=True):
+        assert {address for address, _ in addresses([process.pid])} == {host.address}, "it listens elsewhere, too"
     three_hosts[2].cut()
     stories = outputs(processes, PATIENCE_S)
     assert [process.returncode for process in processes] == [1, 1, 1], "\n".join(stories)

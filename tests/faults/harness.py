@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from typing import Any
 
 import fault_rank
 from fault_rank import SOFT_LIMIT_S, START_LIMIT_S, Assignment, config_of
-from injector import HARMLESS, PAUSE_S, Fault
+from injector import HARMLESS, PAUSE_S, STRUCK, Fault
 
 from training_jobs import losses, write_text
 
@@ -38,12 +39,20 @@ class Outcome:
 
 
 def run_once(
-    folder: Path, backend: str, fault: Fault | None = None, is_resumed: bool = False, **options: Any
+    folder: Path,
+    backend: str,
+    fault: Fault | None = None,
+    is_resumed: bool = False,
+    serves_itself: bool = False,
+    **options: Any,
 ) -> list[Outcome]:
-    """Run two ranks to their end; those that do not end are an error."""
+    """Run two ranks to their end; those that do not end are an error.
+
+    ``serves_itself``: the store is in rank 0, as where no launcher serves one, and is lost with it.
+    """
     for leftover in folder.glob("outcome-*.json"):
         leftover.unlink()
-    with _store(2) as (port, store_pid):
+    with _store(2, serves_itself) as (port, store_pid):
         tasks = [Assignment(folder, rank, 2, backend, port, store_pid, fault, is_resumed, options) for rank in range(2)]
         ranks = [_start(task) for task in tasks]
         sessions = [process.pid for process in ranks]
@@ -55,32 +64,35 @@ def run_once(
                     process.kill()
                 process.join()
     outcomes = [_outcome(folder, rank, process) for rank, process in enumerate(ranks)]
-    assert not _members(sessions), f"{fault}: a process is left"
-    left = [
-        name for name in os.listdir("/dev/shm") if "gradsync" in name or any(f"torch_{pid}" in name for pid in sessions)
-    ]
+    assert not members(sessions), f"{fault}: a process is left"
+    left = left_in_memory(sessions)
     assert not left, f"{fault}: something is left in /dev/shm: {left}"
     return outcomes
 
 
-def check(folder: Path, backend: str, fault: Fault, unbroken: list[float]) -> None:
+def check(
+    folder: Path, backend: str, fault: Fault, unbroken: list[float], serves_itself: bool = False, **options: Any
+) -> None:
     """Strike a run with a fault, check how it ends, resume it, and compare with the unbroken one."""
     write_text(folder)
-    outcomes = run_once(folder, backend, fault)
+    outcomes = run_once(folder, backend, fault, False, serves_itself, **options)
     story = "\n".join(f"rank {rank}: {outcome}" for rank, outcome in enumerate(outcomes))
-    if fault.kind in HARMLESS:
-        assert [outcome.exit_code for outcome in outcomes] == [0, 0], f"{fault} should be survived\n{story}"
-        assert losses(config_of(folder, False)) == unbroken
+    has_struck = (folder / STRUCK).exists()
+    is_over = all(outcome.exit_code == 0 for outcome in outcomes)
+    if not has_struck or fault.kind in HARMLESS or (is_over and fault.may_be_survived):
+        assert is_over, f"{fault} should be survived\n{story}"
+        assert losses(config_of(folder)) == unbroken
         return
-    _check_named(fault, outcomes, story)
+    check_named(fault, outcomes, story)
     is_resumed = (folder / "run").exists() and any((folder / "run").iterdir())
-    resumed = run_once(folder, backend, None, is_resumed)
+    resumed = run_once(folder, backend, None, is_resumed, serves_itself, **options)
     assert [outcome.exit_code for outcome in resumed] == [0, 0], f"after {fault} the run cannot go on\n{resumed}"
-    assert losses(config_of(folder, False)) == unbroken, f"after {fault} the run goes on in another way"
+    assert losses(config_of(folder)) == unbroken, f"after {fault} the run goes on in another way"
 
 
-def _check_named(fault: Fault, outcomes: list[Outcome], story: str) -> None:
+def check_named(fault: Fault, outcomes: list[Outcome], story: str) -> None:
     struck, other = outcomes[fault.rank], outcomes[1 - fault.rank]
+    """Check that no rank ends in peace, and that the one that was not struck names the other."""
     if fault.point == "shutdown" or (fault.kind == "descriptors" and struck.exit_code == 0):
         return  # the other rank had all it needed, or nothing had to be opened any more
     assert struck.exit_code != 0, f"{fault}: the rank that was struck ends in peace\n{story}"
@@ -99,7 +111,7 @@ def _wait(ranks: list[BaseProcess], fault: Fault | None) -> None:
         connection.wait([process.sentinel for process in alive], 0.1)
         now_s = time.monotonic()
         if fault is not None and fault.kind in ("pause", "stop"):
-            _continue_stopped(alive, _stop_s(fault), len(alive) < len(ranks))
+            _continue_stopped(alive, stop_s(fault), len(alive) < len(ranks))
         if fault is not None and fault.kind == "hang" and len(alive) < len(ranks):
             ranks[fault.rank].kill()  # as the launcher does then; nothing else ends a sleep
         if ended_s is None and len(alive) < len(ranks):
@@ -108,11 +120,11 @@ def _wait(ranks: list[BaseProcess], fault: Fault | None) -> None:
             raise AssertionError(f"{fault}: rank(s) {[ranks.index(process) for process in alive]} do not end")
 
 
-def _stop_s(fault: Fault) -> float:
+def stop_s(fault: Fault) -> float:
     """How long a rank is stopped: shorter or longer than the others wait for it."""
     if fault.kind == "pause":
         return PAUSE_S
-    return (START_LIMIT_S if fault.point == "before rendezvous" else SOFT_LIMIT_S) + 3
+    return (START_LIMIT_S if fault.point == "before rendezvous" else SOFT_LIMIT_S) + 9  # 5 s are the store's
 
 
 _stopped_since: dict[int, float] = {}
@@ -121,7 +133,7 @@ _stopped_since: dict[int, float] = {}
 def _continue_stopped(alive: list[BaseProcess], after_s: float, is_awaited: bool) -> None:
     for process in alive:
         pid = process.pid or 0
-        if _state(pid) != "T":
+        if state_of(pid) != "T":
             _stopped_since.pop(pid, None)
         elif time.monotonic() - _stopped_since.setdefault(pid, time.monotonic()) > after_s or is_awaited:
             os.kill(pid, signal.SIGCONT)
@@ -143,8 +155,13 @@ def _context() -> Any:
 
 
 @contextmanager
-def _store(world: int) -> Iterator[tuple[int, int]]:
-    """A store in a process of its own, so that it can be stopped; its port and process."""
+def _store(world: int, serves_itself: bool) -> Iterator[tuple[int, int | None]]:
+    """A store in a process of its own, so that it can be stopped; its port and process. Or rank 0 serves it."""
+    if serves_itself:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        yield port, None
+        return
     ours, theirs = multiprocessing.Pipe()
     process = _context().Process(target=_serve, args=(world, theirs), daemon=True)
     process.start()
@@ -170,7 +187,14 @@ def _outcome(folder: Path, rank: int, process: BaseProcess) -> Outcome:
     return Outcome(process.exitcode, found.get("kind", ""), found.get("text", ""), output)
 
 
-def _members(sessions: list[int | None]) -> list[int]:
+def left_in_memory(processes: list[int | None]) -> list[str]:
+    """What lies in /dev/shm that these processes, or gradsync, may have left there."""
+    names = os.listdir("/dev/shm")
+    return [name for name in names if "gradsync" in name or any(f"torch_{pid}" in name for pid in processes)]
+
+
+def members(sessions: list[int | None]) -> list[int]:
+    """The living processes of sessions."""
     members = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -182,7 +206,8 @@ def _members(sessions: list[int | None]) -> list[int]:
     return members
 
 
-def _state(pid: int) -> str:
+def state_of(pid: int) -> str:
+    """How the kernel spells what a process does; ``T`` is stopped."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

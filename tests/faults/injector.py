@@ -4,6 +4,7 @@
 """
 
 import os
+import random
 import resource
 import signal
 import socket
@@ -35,7 +36,14 @@ HARMLESS = {"pause", "delay", "store"}
 
 PAUSE_S = 0.6
 HANG_S = 120.0
-_ONCE = {"before rendezvous", "after rendezvous", "saving", "evaluation", "shutdown"}
+STRUCK = "struck"
+"""A file in the rank's folder, made when the fault strikes."""
+
+_ONCE = {"before rendezvous", "after rendezvous", "evaluation", "shutdown"}
+_MOMENTS = 12
+"""How often saving is reached on rank 0: the folder, the tensors, their checksums, the manifest, before and after its
+name, of two checkpoints. On other ranks: tensors and checksums of three."""
+_MOMENTS_OF = ((1, 3, 5, 6, 8), (1, 2, 3))
 
 
 class InjectedError(Exception):
@@ -65,22 +73,42 @@ class Fault:
         """How often the point is reached before the fault strikes."""
         return 1 if self.point in _ONCE else self.occurrence
 
+    @property
+    def may_be_survived(self) -> bool:
+        """Whether a run may go on: a checkpoint that cannot be written is reported, and the next one is tried."""
+        return self.point == "saving" and self.kind in ("raise", "disk", "descriptors")
+
     def __str__(self) -> str:
-        return f"{self.kind} at {self.point} on rank {self.rank}"
+        which = f" {self.after}" if self.point == "saving" else ""
+        return f"{self.kind} at {self.point}{which} on rank {self.rank}"
 
 
 def all_faults(rank: int = 1) -> list[Fault]:
-    """Every kind at every point where it means something."""
-    return [fault for point in POINTS for kind in KINDS if (fault := Fault(kind, point, rank)).is_possible]
+    """Every kind at every point where it means something; in saving at several moments."""
+    return [
+        fault
+        for point in POINTS
+        for kind in KINDS
+        for occurrence in (_MOMENTS_OF[min(rank, 1)] if point == "saving" else (4,))
+        if (fault := Fault(kind, point, rank, occurrence)).is_possible
+    ]
+
+
+def draw(chance: random.Random) -> Fault:
+    """Any fault, at any moment."""
+    kind, point = "", ""
+    while not kind or not Fault(kind, point).is_possible:
+        kind, point = chance.choice(KINDS), chance.choice(POINTS)
+    return Fault(kind, point, chance.randrange(2), chance.randrange(1, 1 + (_MOMENTS if point == "saving" else 6)))
 
 
 class Trap:
     """Counts how often its point is reached, and strikes."""
 
-    def __init__(self, fault: Fault, store_pid: int, run: Path) -> None:
+    def __init__(self, fault: Fault, store_pid: int | None, folder: Path) -> None:
         self._fault = fault
         self._store_pid = store_pid
-        self._run = run
+        self._folder = folder
         self._left = fault.after
 
     def __call__(self) -> None:
@@ -90,6 +118,7 @@ class Trap:
             self._strike()
 
     def _strike(self) -> None:
+        (self._folder / STRUCK).touch()
         strikes: dict[str, Callable[[], object]] = {
             "raise": _raise,
             "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -101,13 +130,17 @@ class Trap:
             "disk": _fill_disk,
             "corrupt": self._corrupt,
             "descriptors": _exhaust_descriptors,
-            "store": lambda: os.kill(self._store_pid, signal.SIGSTOP),
+            "store": self._stop_store,
         }
         strikes[self._fault.kind]()
 
+    def _stop_store(self) -> None:
+        assert self._store_pid is not None, "whoever stops that store stops rank 0"
+        os.kill(self._store_pid, signal.SIGSTOP)
+
     def _corrupt(self) -> None:
         """Damage every checkpoint that is complete but the oldest, then die."""
-        for folder in sorted((self._run / "checkpoints").glob("step-*"))[1:]:
+        for folder in sorted((self._folder / "run" / "checkpoints").glob("step-*"))[1:]:
             for path in folder.glob("*.distcp"):
                 content = bytearray(path.read_bytes())
                 content[len(content) // 2] ^= 0xFF
@@ -149,9 +182,11 @@ def _exhaust_descriptors() -> None:
 
 def arm(point: str, trap: Callable[[], None]) -> None:
     """Have ``trap`` called whenever this process reaches the point; those of start-up and end are the rank's."""
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
     from gradsync.data.loader import GlobalBatchLoader
     from gradsync.model.gpt2 import GPT2
-    from gradsync.train.checkpoint import CheckpointFolder
+    from gradsync.train import checkpoint
     from gradsync.train.job import Job
 
     if point == "data":
@@ -163,19 +198,28 @@ def arm(point: str, trap: Callable[[], None]) -> None:
     elif point == "between buckets":
         _after_forward(GPT2, _hook_in_the_middle(trap))
     elif point == "optimizer":
-        register_optimizer_step_pre_hook(lambda *_: trap())
+        begun: list[bool] = []  # a sharded optimizer steps to learn its state before there is anything to train
+        _before(GlobalBatchLoader, "next_step", lambda: begun.append(True))
+        register_optimizer_step_pre_hook(lambda *_: trap() if begun else None)
     elif point == "saving":
-        _before(CheckpointFolder, "_describe_own", trap)
+        for owner, name in (
+            (checkpoint, "_make_empty"),
+            (FileSystemWriter, "write_data"),
+            (checkpoint.CheckpointFolder, "_describe_own"),
+            (checkpoint.CheckpointFolder, "_publish"),
+            (checkpoint, "_sync_folder"),
+        ):
+            _before(owner, name, trap)
     elif point == "evaluation":
         _before(Job, "evaluate", trap)
 
 
-def _before(owner: type, name: str, trap: Callable[[], None]) -> None:
+def _before(owner: Any, name: str, trap: Callable[[], None]) -> None:
     original = getattr(owner, name)
 
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
         trap()
-        return original(self, *args, **kwargs)
+        return original(*args, **kwargs)
 
     setattr(owner, name, wrapped)
 

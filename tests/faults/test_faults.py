@@ -1,18 +1,21 @@
 """Whatever happens to a rank: all end soon, the cause is named, nothing is left, and the run can go on.
 
 Every kind of fault at every point and on each backend is marked ``stress``; here each kind, each point and each backend
-comes at least once, in other company each.
+comes at least once, in other company each. What MPI's own launcher has a say in is in ``test_faults_of_mpi``.
 """
 
 import os
 import random
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fault_rank import config_of
 from harness import check, run_once
-from injector import Fault, all_faults
+from injector import Fault, all_faults, draw
 
 from training_jobs import losses, write_text
 
@@ -21,55 +24,62 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="stops, limits and inspects processes as Linux does"),
 ]
 BACKENDS = ["gloo", "shm"]
+STRATEGIES = ["ddp", "zero"]
+BESIDE = {"async_checkpoints": True, "strategy": "ddp"}
+BETWEEN = {"async_checkpoints": False, "strategy": "ddp"}
+"""When checkpoints are written: beside the training, as is usual, or between two steps."""
+
+Unbroken = Callable[[str], list[float]]
 
 IN_CI = [
-    ("gloo", Fault("raise", "data")),
-    ("shm", Fault("raise", "backward")),
-    ("gloo", Fault("kill", "between buckets")),
-    ("shm", Fault("kill", "saving")),
-    ("shm", Fault("stop", "forward")),
-    ("gloo", Fault("pause", "optimizer")),
-    ("shm", Fault("hang", "data", rank=0)),
-    ("gloo", Fault("drop", "forward")),
-    ("shm", Fault("disk", "saving")),
-    ("gloo", Fault("corrupt", "saving", rank=0)),
-    ("shm", Fault("descriptors", "after rendezvous")),
-    ("gloo", Fault("store", "forward")),
-    ("gloo", Fault("raise", "before rendezvous")),
-    ("shm", Fault("raise", "evaluation", rank=0)),
-    ("gloo", Fault("kill", "shutdown")),
+    ("gloo", Fault("raise", "data"), BESIDE),
+    ("shm", Fault("raise", "backward"), BETWEEN),
+    ("gloo", Fault("kill", "between buckets"), BESIDE),
+    ("shm", Fault("kill", "saving", 0, 5), BESIDE),  # the manifest is there, the name is not
+    ("gloo", Fault("kill", "saving", 1, 3), BETWEEN),
+    ("shm", Fault("stop", "forward"), BESIDE),
+    ("gloo", Fault("pause", "optimizer"), BETWEEN),
+    ("shm", Fault("hang", "data", rank=0), BESIDE),
+    ("gloo", Fault("hang", "saving", 1, 2), BESIDE),
+    ("gloo", Fault("drop", "forward"), BESIDE),
+    ("shm", Fault("disk", "saving", 1, 1), BETWEEN),
+    ("gloo", Fault("disk", "saving", 0, 2), BESIDE),
+    ("gloo", Fault("corrupt", "saving", 0, 9), BETWEEN),
+    ("shm", Fault("descriptors", "after rendezvous"), BESIDE),
+    ("gloo", Fault("store", "forward"), BETWEEN),
+    ("gloo", Fault("raise", "before rendezvous"), BESIDE),
+    ("gloo", Fault("kill", "after rendezvous"), BESIDE),
+    ("shm", Fault("raise", "evaluation", rank=0), {**BESIDE, "strategy": "zero"}),
+    ("gloo", Fault("kill", "shutdown"), BESIDE),
 ]
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    folder = tmp_path_factory.mktemp("unbroken")
-    write_text(folder)
-    outcomes = run_once(folder, "gloo")
-    assert [outcome.exit_code for outcome in outcomes] == [0, 0], outcomes
-    return losses(config_of(folder, False))
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Unbroken:
+    """The losses of a run that nothing happens to, by strategy."""
+
+    @cache
+    def run(strategy: str) -> list[float]:
+        folder = tmp_path_factory.mktemp("unbroken")
+        write_text(folder)
+        outcomes = run_once(folder, "gloo", strategy=strategy)
+        assert [outcome.exit_code for outcome in outcomes] == [0, 0], outcomes
+        return losses(config_of(folder))
+
+    return run
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "fault"), IN_CI, ids=str)
-def test_struck(tmp_path: Path, unbroken: list[float], backend: str, fault: Fault) -> None:
-    check(tmp_path, backend, fault, unbroken)
+@pytest.mark.parametrize(("backend", "fault", "options"), IN_CI, ids=str)
+def test_struck(tmp_path: Path, unbroken: Unbroken, backend: str, fault: Fault, options: dict[str, Any]) -> None:
+    check(tmp_path, backend, fault, unbroken(options["strategy"]), **options)
 
 
 @pytest.mark.stress
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("fault", all_faults(0) + all_faults(1), ids=str)
-def test_every_combination(tmp_path: Path, unbroken: list[float], backend: str, fault: Fault) -> None:
-    check(tmp_path, backend, fault, unbroken)
-
-
-def draw(seed: int) -> tuple[str, Fault]:
-    chance = random.Random(seed)
-    kind, point = "", ""
-    while not Fault(kind, point).is_possible or not kind:
-        found = chance.choice(all_faults())
-        kind, point = found.kind, found.point
-    return chance.choice(BACKENDS), Fault(kind, point, chance.randrange(2), chance.randrange(1, 7))
+def test_every_combination(tmp_path: Path, unbroken: Unbroken, backend: str, fault: Fault) -> None:
+    check(tmp_path, backend, fault, unbroken("ddp"), **BESIDE)
 
 
 FIRST_SEED = int(os.environ.get("FAULTS_SEED", random.SystemRandom().randrange(10**6)))
@@ -78,8 +88,10 @@ NUM_ROUNDS = int(os.environ.get("FAULTS_ROUNDS", 2))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(NUM_ROUNDS))
-def test_a_random_fault(tmp_path: Path, unbroken: list[float], number: int) -> None:
+def test_a_random_fault(tmp_path: Path, unbroken: Unbroken, number: int) -> None:
     """``FAULTS_SEED`` repeats a round: its number is 0 then."""
-    backend, fault = draw(FIRST_SEED + number)
-    print(f"FAULTS_SEED={FIRST_SEED + number}: {fault} of step {fault.after}, on {backend}")
-    check(tmp_path, backend, fault, unbroken)
+    chance = random.Random(FIRST_SEED + number)
+    fault, backend = draw(chance), chance.choice(BACKENDS)
+    options = {"async_checkpoints": chance.random() < 0.7, "strategy": chance.choice(STRATEGIES)}
+    print(f"FAULTS_SEED={FIRST_SEED + number}: {fault} the {fault.after}th time, on {backend}, {options}")
+    check(tmp_path, backend, fault, unbroken(options["strategy"]), **options)

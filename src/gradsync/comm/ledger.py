@@ -70,8 +70,13 @@ class Ledger:
         self.rank = rank
         self.world = world
         self._keep_alive = store
-        self._store = _torch.PrefixStore(f"gradsync/ledger/{next(_lives)}", own_connection(store))
+        self._store = _Counted(_torch.PrefixStore(f"gradsync/ledger/{next(_lives)}", own_connection(store)))
         self._next = 0
+
+    @property
+    def open_call(self) -> int:
+        """The number of the call that the store has not answered yet; 0 if there is none. It never times out."""
+        return self._store.open_call
 
     def post(self, event: Event) -> int:
         """Append an event, and return its number."""
@@ -111,6 +116,27 @@ class Ledger:
                 values = json.loads(self._store.get(key))
                 found[rank] = Place(**{**values, "stack": tuple(values["stack"])})
         return found
+
+
+class _Counted:
+    """A store that numbers its calls, so that another thread can see that one is not answered."""
+
+    def __init__(self, store: Any) -> None:
+        self.open_call = 0
+        self._store = store
+        self._numbers = itertools.count(1)
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._store, name)
+
+        def call(*arguments: Any) -> Any:
+            self.open_call = next(self._numbers)
+            try:
+                return method(*arguments)
+            finally:
+                self.open_call = 0
+
+        return call
 
 
 def own_connection(store: Any) -> Any:

@@ -14,6 +14,11 @@ exchange, and is held against nobody who gets on: it is only useless if a rank h
 or does not answer. It is minded where somebody can end it, so with ``when_stuck`` alone; elsewhere the users' own
 barriers may last as they like, and are merely named.
 
+[Note: A store that is silent] Its calls know no time limit, and whoever serves it may be stopped, or be a host that is
+gone. So a second thread looks whether the first one is still in the same call; it counts its own looks rather than the
+time, since this process may have been stopped itself. Without the store nobody can be asked: a wait beyond the limit is
+then ended on this rank's own judgement.
+
 [Note: Cost] Nothing happens on a pass that goes well but a few attributes being set, and two looks a second.
 """
 
@@ -33,6 +38,7 @@ from gradsync.comm.aftermath import is_aftermath
 from gradsync.comm.diagnosis import diagnose, name_of
 from gradsync.comm.ledger import BEFORE_FIRST_PASS, Event, Ledger, Place, can_hold_ledger
 from gradsync.comm.standstill import Standstill, is_in_collective, stack_of
+from gradsync.comm.store import is_served_by_launcher
 from gradsync.errors import GradsyncError, RankFailedError, StalledError
 
 DEFAULT_SOFT_LIMIT_S = 60.0
@@ -48,6 +54,8 @@ _AFTER_LEAVING_S = 1.0
 _LAST_LOOK_S = 1.0
 _STORE_S = 2.0  # how much longer the store itself may take
 _STUCK_S = 3.0
+_SILENCE_S = 5.0
+_EXCUSED_LIMITS = 10  # so many soft limits is what one rank may take for what the others know to be long
 
 
 class Wait(Protocol):
@@ -86,9 +94,14 @@ class Watch:
         self.has_raised = False
         self.is_deaf = False
         """The store is gone, and with it all that the ranks could tell each other."""
+        self._loss: Exception | None = None
+        """How the store was lost, unless it left with its rank in peace."""
         self._excuse = ""
+        self._excused_since_s = 0.0
         self._left: set[int] = set()
         self._ledger = ledger
+        group = _default_group()
+        self._group = None if group is None else weakref.ref(group)
         self._waiter = threading.main_thread().ident
         self._standstill = Standstill(self._waiter)
         self._other_wait: OtherWait | None = None
@@ -96,10 +109,12 @@ class Watch:
         self._hurries = 0
         self._known_since_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="gradsync-watch", daemon=True)
+        self._guard = threading.Thread(target=self._run_guard, name="gradsync-guard", daemon=True)
 
     def start(self) -> None:
         """Begin to read the ledger."""
         self._thread.start()
+        self._guard.start()
 
     def stop(self, patience_s: float = 0.0) -> bool:
         """End the thread; returns whether it has ended in time, which it does unless the store is stuck.
@@ -113,8 +128,8 @@ class Watch:
 
     @contextmanager
     def excused(self, what: str) -> Iterator[None]:
-        """Ask the other ranks to be patient while this rank alone does something long."""
-        self._excuse = what
+        """Ask the other ranks to be patient while this rank alone does something long, though not for ever."""
+        self._excuse, self._excused_since_s = what, time.monotonic()
         try:
             yield
         finally:
@@ -154,7 +169,8 @@ class Watch:
         worker = self._waiter if waiting is None or waiting.thread is None else waiting.thread
         # who waits for his own thread is where that one is; and whoever waits for others has no excuse
         is_waiting = since_s is not None and (worker == self._waiter or is_in_collective(worker))
-        excuse = self._excuse or ("compiling" if still.is_compiling else "")
+        is_excusable = now - self._excused_since_s < _EXCUSED_LIMITS * self.soft_limit_s
+        excuse = (self._excuse if is_excusable else "") or ("compiling" if still.is_compiling else "")
         return Place(
             self.step,
             self.phase,
@@ -180,6 +196,8 @@ class Watch:
                 self._poll(_POSTED_S if members else _TOLD_S, lambda: self.error is not None or self.is_deaf)
                 if self.error is None and not self.is_deaf and members:
                     self.error = self._missing_in_time(error, members)
+        if self.error is None and self._loss is not None and 0 in members:
+            self.error = self._lost_with_the_store(error)
         return error if self.error is None else self.raised()
 
     def _missing_in_time(self, error: BaseException, members: Sequence[int]) -> GradsyncError | None:
@@ -204,7 +222,8 @@ class Watch:
             self._poll(
                 _ANSWER_S, lambda: len(places.update(self._ledger.answers(number, members)) or places) == len(members)
             )
-        except Exception:  # noqa: BLE001 - the store went down too, so there is no more to be known
+        except Exception as loss:  # noqa: BLE001 - the store went down too, so there is no more to be known
+            self._loss, self.is_deaf = loss, True
             return None
         silent = [rank for rank in members if rank not in places]
         if not silent:
@@ -217,21 +236,42 @@ class Watch:
         )
         return RankFailedError(f"rank {self.rank}: lost in {self._spot()}: {name_of(silent)} {how} ({error})")
 
+    def _lost_with_the_store(self, error: BaseException) -> GradsyncError | None:
+        if self.rank == 0 or is_served_by_launcher():
+            return None  # the error says more
+        return RankFailedError(
+            f"rank {self.rank}: lost in {self._spot()}: rank 0 does not answer any more, and the store that it serves "
+            f"is gone: it was killed or has crashed; the cause is in its output ({error})"
+        )
+
     # -- on the thread
 
     def _run(self) -> None:
-        group = _default_group()
-        reference = None if group is None else weakref.ref(group)
-        del group
         while not self._is_over.wait(_HURRY_S if self._hurries else self._interval_s()):
-            if reference is not None and reference() is not _default_group():
-                return  # the user has destroyed it
+            if self._is_group_gone():
+                return
             try:
                 self._look()
-                if self.is_deaf:
-                    return
-            except Exception:  # noqa: BLE001 - the store is gone; the ranks go on without
-                self.is_deaf = True
+            except Exception as loss:  # noqa: BLE001 - the store is gone; the ranks go on without
+                self._loss, self.is_deaf = loss, True
+            if self.is_deaf:
+                return
+
+    def _is_group_gone(self) -> bool:
+        """Whether the user has destroyed the group that this is the watch of."""
+        return self._group is not None and self._group() is not _default_group()
+
+    def _run_guard(self) -> None:
+        """See [Note: A store that is silent]."""
+        call, looks = 0, 0
+        while not self._is_over.wait(_LOOK_S):
+            looks = looks + 1 if 0 != call == self._ledger.open_call else 0
+            call = self._ledger.open_call
+            if self._loss is not None and not self._is_group_gone():
+                self._look_alone(str(self._loss))
+            elif looks * _LOOK_S >= _SILENCE_S:
+                self._look_alone(f"not for {looks * _LOOK_S:.0f} s")
+            elif not self._thread.is_alive():
                 return
 
     def _interval_s(self) -> float:
@@ -252,6 +292,24 @@ class Watch:
             waiting.interrupt(self.error)
         elif 0 < self._limit_of(waiting) < now - waiting.since_s and now >= waiting.patient_until_s:
             self._inquire(waiting)
+
+    def _look_alone(self, loss: str) -> None:
+        """Nobody can be asked any more: what has lasted for longer than the limit is taken to be useless."""
+        self._look_at_oneself()
+        self._look_after_error()
+        waiting = self._wait_of_now()
+        if waiting is None:
+            return
+        waited_s = time.monotonic() - waiting.since_s
+        if self.error is None and 0 < self._limit_of(waiting) < waited_s:
+            whose = "the launcher serves it" if is_served_by_launcher() else "rank 0 serves it"
+            self.error = StalledError(
+                f"rank {self.rank}: has waited {waited_s:.1f} s for other ranks in {self._spot()}, and the soft limit "
+                f"is {waiting.limit_s:g} s; they cannot be asked where they are, since the store does not answer "
+                f"({loss}): {whose}, so look whether that was killed, is stopped, or cannot be reached"
+            )
+        if self.error is not None:
+            waiting.interrupt(self.error)
 
     def _look_at_oneself(self) -> None:
         self._standstill.look((self.loop, self.step, self.phase))
