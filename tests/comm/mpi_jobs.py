@@ -74,7 +74,7 @@ def given_up(rank: int, world: int) -> None:
     group = hurried_group(timeout_s=60.0)
     if rank == 0:
         threading.Timer(0.2, group.give_up, [StalledError("the others do not come")]).start()
-        with pytest.raises(BackendError, match="was ended on rank 0: the others do not come"):
+        with pytest.raises(BackendError, match="the others do not come"):
             dist.all_reduce(torch.ones(3), group=group)
 
 
