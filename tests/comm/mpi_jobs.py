@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -13,7 +14,7 @@ from shm_jobs import assert_close, averaged, batch, make_model, new_group, shm_g
 
 import gradsync
 from gradsync.comm.mpi_group import MpiGroup
-from gradsync.errors import BackendError
+from gradsync.errors import BackendError, StalledError
 
 
 def default_group_is_mpi(rank: int, world: int) -> None:
@@ -67,6 +68,14 @@ def late(rank: int, world: int) -> None:
         dist.all_reduce(torch.ones(3), group=group)
     with pytest.raises(BackendError, match="the group has failed before"):
         dist.all_reduce(torch.ones(3), group=group)
+
+
+def given_up(rank: int, world: int) -> None:
+    group = hurried_group(timeout_s=60.0)
+    if rank == 0:
+        threading.Timer(0.2, group.give_up, [StalledError("the others do not come")]).start()
+        with pytest.raises(BackendError, match="the others do not come"):
+            dist.all_reduce(torch.ones(3), group=group)
 
 
 def elsewhere(rank: int, world: int) -> None:

@@ -64,7 +64,7 @@ _ON_THREE = [
     "test_shm_operations:sums_in_sub_groups",
     "test_shm_async:from_anybody",
     "mpi_jobs:gradsync_ddp",
-    *(f"mpi_jobs:{name}" for name in ("late", "elsewhere", "aborted", "message_nobody_sends")),
+    *(f"mpi_jobs:{name}" for name in ("late", "given_up", "elsewhere", "aborted", "message_nobody_sends")),
 ]
 
 needs_mpi = pytest.mark.skipif(

@@ -17,7 +17,7 @@ from gradsync.comm.standstill import Standstill, is_in_collective, stack_of
 from gradsync.comm.watch import OtherWait, Watch
 
 _SOURCE = """
-def all_reduce(gate, name):
+def all_reduce(gate):
     gate.acquire()
 """
 
@@ -30,12 +30,13 @@ def function_in(path: Path) -> Any:
 
 
 @contextmanager
-def waiting_in(path: Path) -> Iterator[int]:
+def waiting_in(path: Path, function: Any = None) -> Iterator[int]:
     gate = threading.Lock()
     gate.acquire()
-    thread = threading.Thread(target=function_in(path), args=(gate, ""))
+    function = function or function_in(path)
+    thread = threading.Thread(target=function, args=(gate,))
     thread.start()
-    while not (thread.ident and any("all_reduce" in line for line in stack_of(thread.ident))):
+    while not (thread.ident and any(f" in {function.__name__}" in line for line in stack_of(thread.ident))):
         time.sleep(0.001)
     try:
         yield thread.ident
@@ -97,6 +98,22 @@ def test_who_compiles_is_seen_to(issued: list[int]) -> None:
         still = Standstill(thread)
         still.look("step 1")
         assert still.is_compiling
+
+
+def wait_for_number(gate: Any) -> float:
+    return float(gate.acquire())
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_who_reads_a_number_of_a_gpu_waits_for_what_the_gpu_waits_for(
+    issued: list[int], monkeypatch: pytest.MonkeyPatch, has_gpu: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: has_gpu)
+    with waiting_in(Path(__file__), wait_for_number) as thread:
+        still = Standstill(thread)
+        still.look("step 1")
+        still.look("step 1")
+        assert still.collective == ("a call that waits for the device" if has_gpu else "")
 
 
 WAITS = Place(0, "", waited_s=9.0, collective="recv", still_s=9.0)

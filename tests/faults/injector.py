@@ -199,7 +199,7 @@ def arm(point: str, trap: Callable[[], None]) -> None:
         _after_forward(GPT2, _hook_in_the_middle(trap))
     elif point == "optimizer":
         begun: list[bool] = []  # a sharded optimizer steps to learn its state before there is anything to train
-        _before(GPT2, "forward", lambda: begun.append(True))
+        _before(GlobalBatchLoader, "next_step", lambda: begun.append(True))
         register_optimizer_step_pre_hook(lambda *_: trap() if begun else None)
     elif point == "saving":
         for owner, name in (

@@ -1,7 +1,7 @@
 """Whatever happens to a rank: all end soon, the cause is named, nothing is left, and the run can go on.
 
 Every kind of fault at every point and on each backend is marked ``stress``; here each kind, each point and each backend
-comes at least once, in other company each. What MPI's own launcher has a say in is in ``test_mpi``.
+comes at least once, in other company each. What MPI's own launcher has a say in is in ``test_faults_of_mpi``.
 """
 
 import os

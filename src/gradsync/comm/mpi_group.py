@@ -63,11 +63,11 @@ class MpiGroup(PythonGroup):
         self.give_up(f"rank {self._own_rank} has aborted the group")
         self.shutdown()
 
-    def give_up(self, reason: str) -> BackendError:
-        """Make every later operation fail, here and on the peers."""
+    def give_up(self, reason: str | Exception) -> BackendError:
+        """Make everything fail for this reason, here and on the peers."""
         if self._failure is None:
-            self._failure = BackendError(reason)
-            self._notices.failed(reason)
+            self._failure = BackendError(str(reason))
+            self._notices.failed(str(reason))
         return self._failure
 
     def check(self, what: str) -> Any:

@@ -10,6 +10,7 @@ failure elsewhere. So the one whose time is up first can tell who was in the sam
 
 import contextlib
 import os
+import threading
 import time
 from typing import Any
 
@@ -31,6 +32,8 @@ class Notices:
         self._store = store
         self.rank = rank
         self._num_ranks = num_ranks
+        self.given_up = ""
+        """Why this rank itself has given the group up."""
 
     def waiting(self, what: str) -> None:
         """Say what this rank waits for ("" for nothing)."""
@@ -38,7 +41,14 @@ class Notices:
             self._store.set(f"waiting/{self.rank}", what)
 
     def failed(self, reason: str) -> None:
-        """Say why the group is of no use any more; the first reason stays."""
+        """Say why the group is of no use any more, and end what waits here; the first reason stays."""
+        self.given_up = self.given_up or reason
+        # The store may be silent, and whoever gives up is in a hurry.
+        teller = threading.Thread(target=self._tell_failure, args=(reason,), daemon=True)
+        teller.start()
+        teller.join(_NOTICE_S)
+
+    def _tell_failure(self, reason: str) -> None:
         with contextlib.suppress(RuntimeError):
             self._store.compare_set("failure", "", reason)
 
@@ -87,6 +97,8 @@ class Waiter:
         notice_at = started + notice_s
         has_told = False
         while not request.Test():
+            if self._notices.given_up:
+                raise BackendError(f"{what} was ended on rank {self._notices.rank}: {self._notices.given_up}")
             if now - started < self._spin_s:
                 os.sched_yield()
             else:

@@ -7,10 +7,14 @@ nothing. What follows from it is ``watch``'s part.
 frame is then one of a few files of theirs. A thread that is in the very same call as at the last look, while no group
 has issued anything, has waited in it since then. Looks that happen to fall into the same line of two calls are told
 apart by the groups' numbers.
+
+[Note: On a GPU] There the host runs ahead of the collectives and waits where it reads a number of the device. That it
+does is told from the line it stands in.
 """
 
 import linecache
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -33,6 +37,8 @@ _COMPILERS = (
     os.path.join(_TORCH, "_inductor", "compile_fx.py"),
 )
 _INNER_NAMES = {"wrapper", "wait", "__call__"}
+_DEVICE = "a call that waits for the device"
+_READS_DEVICE = re.compile(r"\.(item|tolist|cpu|synchronize|numpy)\(|\b(float|int|bool)\(")
 
 
 class Standstill:
@@ -123,7 +129,7 @@ def _collective_of(frames: list[FrameType]) -> str:
     while frame is not None and frame.f_code.co_filename.startswith((_COMM, _OPERATORS)):
         frame = next(rest, None)
     if frame is None or not (is_ours or _waits(frame)):
-        return ""
+        return _DEVICE if frame is not None and _reads_device(frame) else ""
     names = []
     while frame is not None and frame.f_code.co_filename.startswith(_DISTRIBUTED):
         names.append(frame.f_code.co_name)
@@ -137,6 +143,13 @@ def _waits(frame: FrameType) -> bool:
         return not path.startswith(_COMPUTES)
     # compiled code calls the operators of functional collectives itself
     return "c10d_functional" in linecache.getline(path, _line_of(frame))
+
+
+def _reads_device(frame: FrameType) -> bool:
+    """See [Note: On a GPU]."""
+    path = frame.f_code.co_filename
+    is_on_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return is_on_gpu and bool(_READS_DEVICE.search(linecache.getline(path, _line_of(frame))))
 
 
 def _line_of(frame: FrameType) -> int:
