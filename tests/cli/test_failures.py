@@ -3,7 +3,7 @@
 import pytest
 
 from gradsync.cli.failures import cause, describe, failure_of, keep_trace, record, recorded, silent_failure
-from gradsync.errors import BackendError, ConfigError, DataError
+from gradsync.errors import BackendError, ConfigError, DataError, StalledError
 from gradsync.train.config import TrainConfig
 
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:2345")
@@ -38,12 +38,21 @@ def test_the_cause_is_told_and_not_what_the_others_noticed(tmp_path):
     assert cause(recorded(tmp_path), 0, 1).message == "bad batch"
 
 
+def test_of_several_causes_that_of_the_rank_that_ended_first_is_told(tmp_path):
+    for rank in range(3):
+        record(tmp_path, failure_of(rank, ValueError(f"of rank {rank}")))
+    assert cause(recorded(tmp_path), 1, 1).message == "of rank 1"
+
+
 def test_a_wrapped_aftermath_is_one():
     wrapped = RuntimeError("the pass failed")
     wrapped.__cause__ = LOST
     assert failure_of(0, wrapped).is_aftermath
     assert failure_of(0, BackendError("rank 1 is gone")).is_aftermath
     assert not failure_of(0, ValueError("bad batch")).is_aftermath
+    stalled = StalledError("rank 1 does not answer")
+    stalled.__cause__ = BackendError("given up")
+    assert not failure_of(0, stalled).is_aftermath
 
 
 def test_an_aftermath_is_told_where_there_is_no_cause(tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 from gradsync import errors
 from gradsync.cli.main import EXIT_FAILED, exit_code_of
 from gradsync.comm.aftermath import is_aftermath
-from gradsync.errors import BackendError, GradsyncError
+from gradsync.errors import BackendError, GradsyncError, StalledError
 from gradsync.train.config import TrainConfig
 from gradsync.train.runfolder import RunFolder
 
@@ -40,7 +40,8 @@ def failure_of(rank: int, error: Exception) -> Failure:
         trace="".join(traceback.format_exception(error)),
         exit_code=exit_code_of(error) if isinstance(error, GradsyncError) else EXIT_FAILED,
         is_expected=is_expected,
-        is_aftermath=is_aftermath(error),
+        # what ended the wait is one, but the error that came of it says who is missing
+        is_aftermath=is_aftermath(error) and not isinstance(error, StalledError),
     )
 
 
