@@ -51,6 +51,7 @@ IN_CI = [
     ("gloo", Fault("kill", "after rendezvous"), BESIDE),
     ("shm", Fault("raise", "evaluation", rank=0), {**BESIDE, "strategy": "zero"}),
     ("gloo", Fault("kill", "shutdown"), BESIDE),
+    ("shm", Fault("kill", "data", rank=0), {**BESIDE, "serves_itself": True}),
 ]
 
 
@@ -80,6 +81,13 @@ def test_struck(tmp_path: Path, unbroken: Unbroken, backend: str, fault: Fault, 
 @pytest.mark.parametrize("fault", all_faults(0) + all_faults(1), ids=str)
 def test_every_combination(tmp_path: Path, unbroken: Unbroken, backend: str, fault: Fault) -> None:
     check(tmp_path, backend, fault, unbroken("ddp"), **BESIDE)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["raise", "kill", "stop", "hang", "drop"])
+def test_the_store_is_in_the_rank_that_is_struck(tmp_path: Path, unbroken: Unbroken, backend: str, kind: str) -> None:
+    check(tmp_path, backend, Fault(kind, "forward", 0), unbroken("ddp"), serves_itself=True, **BESIDE)
 
 
 FIRST_SEED = int(os.environ.get("FAULTS_SEED", random.SystemRandom().randrange(10**6)))
