@@ -21,7 +21,7 @@ from gradsync.comm.watch import watch_of_world
 _torch: Any = dist  # for what torch's stubs leave out
 _QUICK_S = 0.05
 _QUICK_LOOK_S = 0.0005
-_SLICE = timedelta(seconds=0.2)
+_LOOK_S = 0.005
 _rounds: Counter[str] = Counter()
 
 
@@ -55,13 +55,14 @@ class _Notices(Cuttable):
         self._keys = list(keys)
 
     def wait(self, limit: timedelta | None = None) -> None:
-        """See ``Cuttable``."""
-        until_s = time.monotonic() + _QUICK_S
-        while time.monotonic() < until_s:
-            if self._store.check(self._keys):
-                return
-            time.sleep(_QUICK_LOOK_S)
-        self._store.wait(self._keys, limit or default_pg_timeout)
+        """See ``Cuttable``; looks again and again, since torch prints a warning of its own when a store's wait ends."""
+        begun_s = time.monotonic()
+        limit_s = (limit or default_pg_timeout).total_seconds()
+        while not self._store.check(self._keys):
+            waited_s = time.monotonic() - begun_s
+            if waited_s > limit_s:
+                raise RuntimeError(f"the word of some ranks has not come within {limit_s:g} s")
+            time.sleep(_QUICK_LOOK_S if waited_s < _QUICK_S else _LOOK_S)
 
     def is_completed(self) -> bool:
         """Whether all notices are there."""
