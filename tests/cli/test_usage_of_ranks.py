@@ -42,7 +42,7 @@ def _as_ranks(folder, arguments):
 
 @pytest.mark.parametrize(
     ("more", "message"),
-    [(["--tp", "3"], "which needs a multiple of it processes"), (["--stepz", "3"], "did you mean --steps?")],
+    [(["--tp", "3"], "needs a multiple of 3 processes"), (["--stepz", "3"], "did you mean --steps?")],
 )
 def test_options_that_cannot_work_are_told_by_the_first_rank(tmp_path, more, message):
     first, second = _as_ranks(tmp_path, [*_TRAIN, *more])

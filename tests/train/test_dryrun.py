@@ -81,4 +81,4 @@ def test_strategies_divide_what_they_say(folder):
     tensor, pipeline = lines(2, tp=2), lines(2, pp=2)
     assert figure(tensor, "parameters   ") < 0.6 * figure(whole, "parameters   ")
     assert figure(pipeline, "parameters   ") < 0.7 * figure(whole, "parameters   ")
-    assert "layout      2 process(es): ddp, 1 replica(s) x 1 share(s) x 2 stage(s)" in pipeline
+    assert "layout      2 process(es): ddp, 1 replica(s) x 1 slice(s) of tensors x 2 stage(s)" in pipeline

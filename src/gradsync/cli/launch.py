@@ -65,6 +65,7 @@ class _Listener(threading.Thread):
             number = signal.sigwait(_SIGNALS)
             reason = StopReason.INTERRUPT if number == signal.SIGINT else StopReason.TERMINATE
             if reason is StopReason.INTERRUPT and self._reason is StopReason.INTERRUPT:
+                print("ended at once, without a checkpoint of this step", file=lasting(sys.stderr), flush=True)
                 shutil.rmtree(self._control, ignore_errors=True)
                 os._exit(EXIT_INTERRUPTED)  # the ranks die with us
             if reason > self._reason:
@@ -75,4 +76,5 @@ class _Listener(threading.Thread):
         unfinished = self._control / f"{STOP_WORD}.unfinished"
         unfinished.write_text(reason.name, encoding="utf-8")
         os.replace(unfinished, self._control / STOP_WORD)
-        print("stopping after this step (Ctrl-C again: at once) ...", file=lasting(sys.stderr), flush=True)
+        how = "Ctrl-C again: at once" if reason is StopReason.INTERRUPT else "asked to by a signal"
+        print(f"stopping after this step ({how}) ...", file=lasting(sys.stderr), flush=True)

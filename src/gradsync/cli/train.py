@@ -101,7 +101,11 @@ def _dry_run(config: TrainConfig, place: Placement | None) -> int:
 def _start(config: TrainConfig) -> int:
     """Train with processes of this machine."""
     config, nproc, _ = _checked(config, None)
-    print(f"starting {nproc} process{'es' if nproc > 1 else ''} ...", file=sys.stderr, flush=True)
+    print(
+        f"starting {nproc} process{'es' if nproc > 1 else ''}{_why_so_few(config, nproc)} ...",
+        file=sys.stderr,
+        flush=True,
+    )
     return _start_ranks(config, nproc)
 
 
@@ -136,6 +140,14 @@ def _choose_nproc(config: TrainConfig) -> int:
         return config.dp * of_replica
     places = max(_num_places(config.device) // of_replica, 1)
     return of_replica * choose_num_processes(config.batch_tokens, config.context, config.micro_batch, places)
+
+
+def _why_so_few(config: TrainConfig, nproc: int) -> str:
+    """Say why not every GPU or core has a process, if nobody has asked for fewer."""
+    places = _num_places(config.device)
+    if config.nproc is not None or config.dp is not None or nproc + config.tp * config.pp > places:
+        return ""
+    return f" (for {places} the {config.batch_tokens:,} tokens of a step do not divide evenly; see --batch-tokens)"
 
 
 def _num_places(device: str) -> int:

@@ -37,12 +37,9 @@ def resolve_degrees(world: int, data: int | None, tensor: int, pipeline: int) ->
     if world % model or data not in (None, world // model):
         given = "" if data is None else f"--dp {data} x "
         product = model if data is None else data * model
-        wants = "a multiple of it" if data is None else "as many"
+        wants = f"a multiple of {product}" if data is None else f"{product}"
         verb = "is" if world == 1 else "are"
-        raise ConfigError(
-            f"{given}--tp {tensor} x --pp {pipeline} is {product}, which needs {wants} processes, and there {verb} "
-            f"{world}"
-        )
+        raise ConfigError(f"{given}--tp {tensor} x --pp {pipeline} needs {wants} processes, and there {verb} {world}")
     return Degrees(world // model, tensor, pipeline)
 
 

@@ -41,9 +41,15 @@ def dropout_seed(seed: int, data_rank: int, stage: int = 0) -> int:
 def remarks(config: TrainConfig, material: Material) -> list[str]:
     """Return what the user probably did not mean."""
     degrees = material.wanted.degrees
+    found = []
+    if config.warmup_steps >= config.steps:
+        found.append(
+            f"note: the learning rate still rises when the run ends (--warmup-steps {config.warmup_steps}, --steps "
+            f"{config.steps})"
+        )
     if config.strategy != "ddp" and degrees.data == 1:
-        return [
+        found.append(
             f"warning: --strategy {config.strategy} divides what replicas hold alike, and there is one replica: it has "
             f"no effect (--tp {degrees.tensor} --pp {degrees.pipeline} on {degrees.world} process(es))"
-        ]
-    return []
+        )
+    return found

@@ -174,7 +174,7 @@ class TrainConfig:
         at_least=1,
     )
     device: Literal["auto", "cpu", "cuda"] = _option("auto", "where the ranks compute", "hardware", per_start=True)
-    backend: str = _option("auto", "process group backend: auto, gloo, nccl, ...", "hardware", per_start=True)
+    backend: str = _option("auto", "process group backend: auto, shm, gloo, nccl, mpi", "hardware", per_start=True)
     soft_limit: float = _option(
         60.0,
         "seconds that a rank waits for the others, in any layout, before all stop and say where each one is; 0 for no "

@@ -140,7 +140,7 @@ def _model_lines(model: GPT2) -> list[str]:
 def _layout_lines(config: TrainConfig, degrees: Degrees) -> list[str]:
     return [
         f"layout      {degrees.world} process(es): {config.strategy}, {degrees.data} replica(s) x {degrees.tensor} "
-        f"share(s) x {degrees.pipeline} stage(s)"
+        f"slice(s) of tensors x {degrees.pipeline} stage(s)"
     ]
 
 

@@ -277,7 +277,7 @@ class Job:
         )
         if self._config.strategy != "ddp" or degrees.tensor * degrees.pipeline > 1:
             self.note(
-                f"layout: {self._config.strategy}; {degrees.data} replica(s) x {degrees.tensor} share(s) x "
+                f"layout: {self._config.strategy}; {degrees.data} replica(s) x {degrees.tensor} slice(s) of tensors x "
                 f"{degrees.pipeline} stage(s)"
             )
         for line in remarks(self._config, self._material):
