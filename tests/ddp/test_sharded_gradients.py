@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from reference import Branches, assert_near, batch, plain, raised
+from reference import Branches, assert_near, batch, plain, raised, unsynced
 from sharded_pair import Uneven, pair, used_at_times
 from torch import nn
 
@@ -76,6 +76,44 @@ def _norms(rank: int, world: int, order: float) -> None:
     sharded.clip_grad_norm_(0.01, order)
     for p, q in zip(ddp.parameters(), reference.module.parameters(), strict=True):
         assert_near(sharded.full_gradient(p), q.grad, "clipped", rtol=1e-4)
+
+
+@pytest.mark.parametrize("look", ["clip", "whole"])
+def test_looking_at_gradients_takes_nothing_from_the_next_pass(ranks: RankPool, look: str) -> None:
+    ranks(_look_in_between, look)
+
+
+def _look_in_between(rank: int, world: int, look: str) -> None:
+    ddp, sharded, reference = pair(world, Uneven)
+    plain(ddp, rank, 0)
+    with unsynced(ddp):
+        plain(ddp, rank, 1)
+    if look == "clip":
+        sharded.clip_grad_norm_(float("inf"))
+    else:
+        for p in ddp.parameters():
+            sharded.full_gradient(p)
+    plain(ddp, rank, 2)
+    for step in range(3):
+        reference.run(plain, step)
+    for (name, p), q in zip(ddp.module.named_parameters(), reference.module.parameters(), strict=True):
+        assert_near(sharded.full_gradient(p), q.grad, name)
+
+
+def test_clipping_scales_what_was_added_since_the_last_pass(ranks: RankPool) -> None:
+    ranks(_clip_what_was_added)
+
+
+def _clip_what_was_added(rank: int, world: int) -> None:
+    ddp, sharded, _ = pair(world, Uneven)
+    plain(ddp, rank, 0)
+    with unsynced(ddp):
+        plain(ddp, rank, 1)
+    grad = ddp.module.middle.weight.grad
+    piece, added = grad.own_piece(), grad.local.clone()
+    norm = sharded.clip_grad_norm_(1e-3)
+    assert_near(grad.own_piece(), piece * (1e-3 / norm), "slice", rtol=1e-4)
+    assert_near(grad.local, added * (1e-3 / norm), "added", rtol=1e-4)
 
 
 def test_a_norm_that_is_not_finite_raises_everywhere(ranks: RankPool) -> None:

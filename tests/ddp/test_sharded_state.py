@@ -123,3 +123,21 @@ def _foreign_states(rank: int, world: int) -> list[str]:
         raised(lambda: sharded.load_state_dict(renamed)),
         third,
     ]
+
+
+def test_what_was_loaded_stays_as_it_was(ranks: RankPool) -> None:
+    ranks(_train_on_what_was_loaded)
+
+
+def _train_on_what_was_loaded(rank: int, world: int) -> None:
+    ddp, sharded, _ = pair(world, optimizer=ADAMW)
+    plain(ddp, rank, 0)
+    sharded.step()
+    saved = sharded.state_dict()
+    before = copy.deepcopy(saved)
+    sharded.load_state_dict(saved)
+    plain(ddp, rank, 1)
+    sharded.step()
+    for name, values in before["state"].items():
+        for key, value in values.items():
+            assert torch.equal(saved["state"][name][key], value), f"{name} {key}"

@@ -43,12 +43,15 @@ class ShardedGradient(torch.Tensor):
         return f"ShardedGradient({self._bucket.name_of(self._position)!r}, shape={tuple(self.shape)})"
 
     def own_piece(self) -> torch.Tensor | None:
-        """Return this rank's part of the gradient: flat, as a view; None if it owns none."""
+        """Return this rank's part of the gradient, flat; None if it owns none.
+
+        A view, unless this rank has added something since: then a sum made for the caller. Looking takes nothing
+        away, since the next pass needs the whole of what was added, for the slices of other ranks too.
+        """
         piece = self._bucket.own_piece(self._position)
-        if self.local is not None and piece is not None:
-            piece.add_(self._bucket.cut(self._position, self.local))
-        self.local = None
-        return piece
+        if self.local is None or piece is None:
+            return piece
+        return piece + self._bucket.cut(self._position, self.local)
 
     def take_local(self) -> torch.Tensor | None:
         """Return what is this rank's alone; the caller's from now on."""

@@ -136,9 +136,13 @@ class ZeroRedundancyOptimizer(Optimizer, Tenant):
                 f"with error_if_nonfinite=False they are scaled by it anyway"
             )
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        for grad in grads:
+        added_to = [grad for grad in self._gradients() if type(grad) is ShardedGradient and grad.local is not None]
+        for grad in (*grads, *added_to):  # of those that were added to, ``grads`` has sums of their own
             grad.mul_(factor.to(grad.device))
         return total
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
 
     def _global_norm(self, grads: list[torch.Tensor], order: float) -> torch.Tensor:
         reducer = self._parts()[0].reducer

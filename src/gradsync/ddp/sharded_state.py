@@ -119,8 +119,10 @@ def cut(key: str, value: Any, spec: ParameterSpec, owned: range) -> Any:
     Raises:
         ConfigError: the value belongs to a parameter of another shape.
     """
-    if not isinstance(value, torch.Tensor) or (value.dim() == 0 and (key == "step" or spec.shape)):
+    if not isinstance(value, torch.Tensor):
         return value
+    if value.dim() == 0 and (key == "step" or spec.shape):
+        return value.clone()  # optimizers count in place, and what was loaded is the caller's
     if tuple(value.shape) != spec.shape:
         raise ConfigError(
             f"the state to load has {key!r} of shape {tuple(value.shape)} for {spec.name!r}, whose shape is "

@@ -70,7 +70,10 @@ class Piece:
         self.tensor.data = self.cut(self.parameter.data)
 
     def gradient(self) -> torch.Tensor | None:
-        """Return this rank's part of the parameter's gradient, sharing its memory; None if there is no gradient."""
+        """Return this rank's part of the parameter's gradient; None if there is none.
+
+        It shares the gradient's memory, unless this rank has added to it since it was reduced.
+        """
         grad = self.parameter.grad
         if grad is None:
             return None
