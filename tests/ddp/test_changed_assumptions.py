@@ -153,7 +153,7 @@ def _wrapped_often(rank: int, world: int) -> int:
     module = TwoLayers()
     for step in range(5):
         plain(DistributedDataParallel(module), rank, step)
-    return len(module.a.weight._post_accumulate_grad_hooks or ())
+    return len(module.a.weight._post_accumulate_grad_hooks)
 
 
 def test_wrappers_that_are_gone_leave_no_hooks(ranks: RankPool) -> None:

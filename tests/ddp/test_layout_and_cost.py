@@ -122,6 +122,16 @@ def _on_one_rank(rank: int, world: int) -> int:
     return num_collectives() - before
 
 
+def test_one_rank_sets_no_hooks_that_autograd_would_look_at(alone: RankPool) -> None:
+    assert alone(_hooks_on_one_rank) == [[None, None]]
+
+
+def _hooks_on_one_rank(rank: int, world: int) -> list[object]:
+    module = nn.Linear(2, 1)
+    DistributedDataParallel(module)
+    return [p._post_accumulate_grad_hooks for p in module.parameters()]
+
+
 def test_one_rank_issues_no_collective(alone: RankPool) -> None:
     assert alone(_on_one_rank) == [0]
 

@@ -236,12 +236,10 @@ class DistributedDataParallel(TorchSurface):
         self._window = Window()
         original_groups = None if original is None else original.reducer.groups
         groups = EngineGroups(group, self.device, original_groups, self._settings.soft_limit_s)
-        self.reducer = Reducer(self._watch, groups, self._settings)
-        if group.size() == 1 and self._settings.reduction != "weighted":
-            self.reducer.detach()
-            self._is_active = False
-        else:
-            self._is_active = True
+        # A lone rank has nothing to synchronise, and autograd looks at a hook that was ever set: 1 us a gradient.
+        self._is_active = group.size() > 1 or self._settings.reduction == "weighted"
+        self.reducer = Reducer(self._watch, groups, self._settings, is_attached=self._is_active)
+        if self._is_active:
             guard.watch(self.reducer)
         self._start_surface()
         self._look_for_duties()

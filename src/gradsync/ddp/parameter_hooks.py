@@ -29,7 +29,7 @@ class ParameterHooks:
 
     def __init__(self, receiver: GradientReceiver) -> None:
         self._receiver = weakref.ref(receiver)
-        self._handles: list[tuple[RemovableHandle, Any]] = []
+        self._handles: list[Any] = []
         self._after: list[tuple[dict[int, Any], int]] = []
         self._only_written = bytearray()
         self._written: list[int] = []
@@ -43,11 +43,10 @@ class ParameterHooks:
         self._written = []
         for index, parameter in enumerate(parameters):
             handle = parameter.register_post_accumulate_grad_hook(self._after_hook(index))  # type: ignore[no-untyped-call]
-            self._handles.append((handle, parameter))
+            self._handles.append(handle)
             self._after.append((parameter._post_accumulate_grad_hooks, handle.id))
             if before_too:
-                before = parameter.register_hook(self._before_hook(index))  # type: ignore[no-untyped-call]
-                self._handles.append((before, parameter))
+                self._handles.append(parameter.register_hook(self._before_hook(index)))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
         """Watch nothing any more."""
@@ -103,10 +102,7 @@ class ParameterHooks:
         return hook
 
 
-def _remove(handles: list[tuple[RemovableHandle, Any]]) -> None:
-    """Take the hooks off; where nobody else has one, autograd is not to look for any either (1 us a gradient)."""
-    for handle, parameter in handles:
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
         handle.remove()
-        if not parameter._post_accumulate_grad_hooks:
-            parameter._post_accumulate_grad_hooks = None
     handles.clear()

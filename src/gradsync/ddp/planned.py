@@ -34,7 +34,7 @@ class Planned:
 
     synchronizes: bool
 
-    def __init__(self, watch: ModuleWatch, groups: EngineGroups, settings: Settings) -> None:
+    def __init__(self, watch: ModuleWatch, groups: EngineGroups, settings: Settings, is_attached: bool = True) -> None:
         self.watch = watch
         self.groups = groups
         self.settings = settings
@@ -53,7 +53,7 @@ class Planned:
         self.touched = bytearray()
         """For each parameter, whether anything was accumulated since it was last synchronised."""
         self._hooks = ParameterHooks(self)
-        self._is_detached = False
+        self._is_detached = not is_attached
         self.times: ReadyTimes | None = None
         """When gradients arrive, while that is measured."""
         self.is_order_agreed = False

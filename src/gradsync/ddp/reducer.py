@@ -90,7 +90,7 @@ from gradsync.errors import ContractError, NonFiniteError, ReducerFailedError
 class Reducer(Planned, ReducerSurface):
     """Synchronises the gradients of one module; see the module's docstring for the order of events."""
 
-    def __init__(self, watch: ModuleWatch, groups: EngineGroups, settings: Settings) -> None:
+    def __init__(self, watch: ModuleWatch, groups: EngineGroups, settings: Settings, is_attached: bool = True) -> None:
         self.synchronizes = True
         self.divides_by_active_ranks = False
         self.num_passes = 0
@@ -116,7 +116,7 @@ class Reducer(Planned, ReducerSurface):
         self._converted: dict[int, torch.Tensor | None] = {}
         self._carried_retired: dict[int, torch.Tensor] = {}
         self._begin_s = self._backward_s = 0.0
-        super().__init__(watch, groups, settings)
+        super().__init__(watch, groups, settings, is_attached)
 
     # ------------------------------------------------------------- the pass begins
 
