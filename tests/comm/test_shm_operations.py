@@ -243,6 +243,22 @@ def test_all_to_all_single_with_sizes(pool: RankPool) -> None:
     pool(all_to_all_of_uneven_parts)
 
 
+def tensors_that_are_only_read(rank: int, world: int) -> None:
+    """Their memory may hold one element many times, which cannot be written to."""
+    with shm_group() as group:
+        mine = torch.full((1,), rank + 1.0).expand(4)
+        received = mine if rank == 0 else torch.zeros(4)
+        dist.broadcast(received, src=0, group=group)
+        assert received.eq(1).all()
+        total = torch.full((4,), rank + 1.0) if rank == 0 else mine
+        dist.reduce(total, dst=0, group=group)
+        assert total.eq(sum(range(1, world + 1)) if rank == 0 else rank + 1).all()
+
+
+def test_tensors_that_are_only_read(pool: RankPool) -> None:
+    pool(tensors_that_are_only_read)
+
+
 def tensors_that_are_not_contiguous(rank: int, world: int) -> None:
     with shm_group() as group:
         base = torch.zeros(6, 4)

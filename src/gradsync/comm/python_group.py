@@ -125,7 +125,8 @@ class PythonGroup(_TorchGroup):  # type: ignore[misc]
         root = arguments.root_rank(opts if root is None else root, self._num_ranks)
         timeout_s, is_awaited = self._seconds_and_wait(opts, timeout)
         flat = arguments.contiguous(tensor)
-        return self._issue(self._make_broadcast(flat, root, timeout_s), [tensor], is_awaited, copies=[(flat, tensor)])
+        copies = [] if root == self._own_rank else [(flat, tensor)]
+        return self._issue(self._make_broadcast(flat, root, timeout_s), [tensor], is_awaited, [flat], copies)
 
     def reduce(
         self,
@@ -141,7 +142,8 @@ class PythonGroup(_TorchGroup):  # type: ignore[misc]
         timeout_s, is_awaited = self._seconds_and_wait(opts, timeout)
         flat = arguments.contiguous(tensor)
         make = self._make_reduce(flat, root, getattr(opts, "reduceOp", op), timeout_s)
-        return self._issue(make, [tensor], is_awaited, copies=[(flat, tensor)])
+        copies = [(flat, tensor)] if root == self._own_rank else []
+        return self._issue(make, [tensor], is_awaited, [flat], copies)
 
     def allgather(self, outputs: Any, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
         """Give every rank the tensors of all, as a list."""
