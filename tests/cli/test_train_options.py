@@ -69,7 +69,10 @@ def test_what_is_printed_can_be_read_back(capsys, tmp_path):
         (["--backend", "tin-cans"], "backend 'tin-cans' is unknown"),
         (["--device", "cuda", "--nproc", "999"], "CUDA device"),
         (["--nproc", "3", "--tp", "2"], "and there are 3; what works with 3: --dp 1 --tp 1 --pp 3\n"),
-        (["--nproc", "2", "--dp", "2", "--pp", "2"], "--dp 2 x --tp 1 x --pp 2 needs 4 processes, and there are 2; what works with 2: "),
+        (
+            ["--nproc", "2", "--dp", "2", "--pp", "2"],
+            "--dp 2 x --tp 1 x --pp 2 needs 4 processes, and there are 2; what works with 2: ",
+        ),
         (["--nproc", "7", "--tp", "2"], "with 7 no degrees work for this model and this step\n"),
         (["--tp", "2"], "--tp 2 does not divide the model's 5 heads"),
         (["--heads", "3"], "width 160 does not divide by 3 heads"),

@@ -3,8 +3,12 @@
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
 
+import gradsync
 from gradsync.comm.notices import _Notices
 
 
@@ -19,3 +23,18 @@ def test_a_wait_that_reaches_its_limit_raises_without_a_warning_of_torchs_own(ca
     notices.wait(timedelta(seconds=0.3))
     assert notices.is_completed()
     assert capfd.readouterr().err == ""
+
+
+def test_ranks_that_were_in_another_world_before_meet_those_that_were_not():
+    stores = [dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False) for _ in range(2)]
+    mp.spawn(_in_two_worlds, ([store.port for store in stores],), nprocs=3)
+
+
+def _in_two_worlds(rank: int, ports: list[int]) -> None:
+    for port, world in zip(ports, (2, 3), strict=True):
+        if rank < world:
+            store = dist.TCPStore("127.0.0.1", port, is_master=False)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=20))
+            ddp = gradsync.DistributedDataParallel(nn.Linear(2, 1), soft_limit_s=10)
+            ddp(torch.ones(1, 2)).sum().backward()
+            dist.destroy_process_group()

@@ -5,6 +5,7 @@ crash or a hang. Notices pair by their name only: who has not written his is mis
 """
 
 import time
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -16,13 +17,14 @@ from torch.distributed.constants import default_pg_timeout
 from gradsync.comm.groups import Group
 from gradsync.comm.ledger import can_hold_ledger
 from gradsync.comm.waits import Cuttable, Waits
-from gradsync.comm.watch import watch_of_world
+from gradsync.comm.watch import Watch, watch_of_world
 
 _torch: Any = dist  # for what torch's stubs leave out
 _QUICK_S = 0.05
 _QUICK_LOOK_S = 0.0005
 _LOOK_S = 0.005
-_rounds: Counter[str] = Counter()
+# Of each world, for its watch is one: ranks that have been in other worlds before count from the start again, too.
+_rounds: "weakref.WeakKeyDictionary[Watch, Counter[str]]" = weakref.WeakKeyDictionary()
 
 
 def exchange_notices(group: Group, topic: str, text: str) -> list[str] | None:
@@ -37,8 +39,9 @@ def exchange_notices(group: Group, topic: str, text: str) -> list[str] | None:
     if watch is None or entry is None or not can_hold_ledger(entry[1]):
         return None
     name = f"{group.group_name}/{topic}"
-    _rounds[name] += 1
-    store = _torch.PrefixStore(f"gradsync/notices/{name}/{_rounds[name]}", dist.distributed_c10d._get_default_store())
+    rounds = _rounds.setdefault(watch, Counter())
+    rounds[name] += 1
+    store = _torch.PrefixStore(f"gradsync/notices/{name}/{rounds[name]}", dist.distributed_c10d._get_default_store())
     store.set(str(group.rank()), text)
     keys = [str(rank) for rank in range(group.size())]
     Waits(group, watch, None).wait(_Notices(store, keys))
