@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from hosts import Host, hosts, outputs
 from rank_program import STEP_LIMIT, batch, make_model
 
 from listening import addresses
+from whole_batch import train_on_all_batches
 
 PROGRAM = str(Path(__file__).with_name("rank_program.py"))
 TIMEOUT_S = 8.0
@@ -38,12 +38,7 @@ def start(
 
 def trained_alone(world: int, num_steps: int) -> float:
     model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(num_steps):
-        optimizer.zero_grad()
-        loss = sum(model(batch(rank, step)).square().mean() for rank in range(world)) / world
-        loss.backward()
-        optimizer.step()
+    train_on_all_batches(model, batch, world, num_steps)
     return sum(float(parameter.detach().double().sum()) for parameter in model.parameters())
 
 

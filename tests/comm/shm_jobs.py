@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradsync.comm import shm
+from whole_batch import train_on_all_batches
 
 
 def new_group(timeout_s: float = 20.0, ranks: list[int] | None = None) -> Any:
@@ -58,12 +59,7 @@ def train(model: nn.Module, rank: int, steps: int = 3) -> list[torch.Tensor]:
 def averaged(world: int, steps: int = 3) -> list[torch.Tensor]:
     """The parameters after training one process on the batches of all ranks."""
     model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss = sum(model(batch(rank, step)).square().mean() for rank in range(world)) / world
-        loss.backward()
-        optimizer.step()
+    train_on_all_batches(model, batch, world, steps)
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 

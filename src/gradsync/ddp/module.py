@@ -67,9 +67,8 @@ class DistributedDataParallel(TorchSurface):
         init_sync: compare the models of all ranks at construction and start them from rank 0's values.
         process_group: the ranks that hold replicas; the default group if None.
         bucket_cap_mb: size limit of a bucket in MiB; None means 1 MiB for the first and a tenth of the model, from 1
-            to 25 MiB, for the others. "auto":
-            measure during the first passes when gradients arrive and what the link costs, and then cut the buckets
-            so that the last one is done as early as possible.
+            to 25 MiB, for the others. "auto": measure during the first passes when gradients arrive and what the link
+            costs, and then cut the buckets so that the last one is done as early as possible.
         find_unused_parameters: accepted; unused parameters need no flag.
         check_reduction: deprecated, without effect.
         gradient_as_bucket_view: accepted; gradients are views of the buckets, and a gradient that is still held
