@@ -82,6 +82,7 @@ class _LastWords:
         if told:
             print(f"gradsync: the cause: {told}", file=sys.stderr, flush=True)
         self.has_spoken = True
+        _let_the_failed_end()
 
 
 def _at_exit(words: _LastWords) -> None:
@@ -100,6 +101,7 @@ def end_now(code: int) -> NoReturn:
     """End without the interpreter's shutdown, in which a group with work under way waits for its peers."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a data loader's handler would complain about what follows
+    _let_the_failed_end()
     for child in multiprocessing.active_children():
         if child.daemon:
             child.terminate()
@@ -108,6 +110,13 @@ def end_now(code: int) -> NoReturn:
         with contextlib.suppress(Exception):
             stream.flush()
     os._exit(code)
+
+
+def _let_the_failed_end() -> None:
+    """A launcher ends this rank as soon as it sees one that has failed, so that one waits for this one's word."""
+    watch = watch_of_world() if _is_a_rank() else None
+    if watch is not None:
+        _bounded(watch.acknowledge)
 
 
 def _is_a_rank() -> bool:

@@ -50,6 +50,8 @@ _ANSWERS_IN_LIMIT = 12  # a busy machine may need longer, and whoever has waited
 _POSTED_S = 1.0  # how long after the loss of a connection the cause may take to appear
 _TOLD_S = 0.3  # the same where the other rank may well go on
 _NOTED_S = 1.0
+_SPOKEN_S = 2.0  # how long a failure waits for the others to have said it, too: a launcher ends them when it sees it
+_SILENT_S = 1.0  # how long one of the others may take for that, which may be at something that lasts
 _AFTER_LEAVING_S = 1.0
 _LAST_LOOK_S = 1.0
 _STORE_S = 2.0  # how much longer the store itself may take
@@ -99,6 +101,8 @@ class Watch:
         self._excuse = ""
         self._excused_since_s = 0.0
         self._left: set[int] = set()
+        self._unspoken: dict[int, float] = {}
+        """The failures heard of and not yet raised by this rank, and when that was."""
         self._ledger = ledger
         group = _default_group()
         self._group = None if group is None else weakref.ref(group)
@@ -136,12 +140,18 @@ class Watch:
             self._excuse = ""
 
     def report(self, error: BaseException) -> None:
-        """Tell all ranks that an exception ends this one, and give them a moment to hear it."""
+        """Tell all ranks that an exception ends this one, and give them a moment to hear it and say so."""
         text = f"{type(error).__name__}: {error}"
         others = [rank for rank in range(self.world) if rank != self.rank]
         with self._hurry():
             number = self._ledger.post(Event("failure", self.rank, text, self._spot()))
-            self._poll(_NOTED_S, lambda: self._ledger.have_noted(number, others))
+            self._poll(_SPOKEN_S, lambda: self._ledger.have_noted(number, others))
+
+    def acknowledge(self) -> None:
+        """Let the ranks that have failed end, since this one has said why it ends, too."""
+        for number in list(self._unspoken):
+            if self._unspoken.pop(number, None) is not None and not self.is_deaf:  # two threads come here
+                self._ledger.note(number)
 
     def leave(self, takes_store_along: bool) -> None:
         """Tell all ranks that this one has ended in peace; if the store ends with it, they must not look any more."""
@@ -284,6 +294,8 @@ class Watch:
             self._take(number, event)
         self._look_at_oneself()
         self._look_after_error()
+        if any(time.monotonic() - heard_s > _SILENT_S for heard_s in list(self._unspoken.values())):
+            self.acknowledge()
         waiting = self._wait_of_now()
         if waiting is None:
             return
@@ -354,7 +366,7 @@ class Watch:
                     f"rank {event.rank} failed in {event.spot}: {event.text} "
                     f"[seen by rank {self.rank} in {self._spot()}]"
                 )
-            self._ledger.note(number)
+            self._unspoken[number] = time.monotonic()
 
     def _inquire(self, waiting: "Wait") -> None:
         """Ask where all are; the first one to have asked says to all what was found."""

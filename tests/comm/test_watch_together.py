@@ -1,0 +1,64 @@
+"""A rank that has failed stays until the others have said why they end: a launcher may end them when it sees it go."""
+
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from gradsync.comm import ledger as ledger_module
+from gradsync.comm import watch as watch_module
+from gradsync.comm.ledger import Ledger
+from gradsync.comm.store import serve_store
+from gradsync.comm.watch import Watch
+
+PATIENCE_S = 20.0
+
+_torch: Any = dist
+
+
+@pytest.fixture
+def watches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Watch]]:
+    monkeypatch.setattr(watch_module, "_SPOKEN_S", PATIENCE_S)
+    monkeypatch.setattr(ledger_module, "_lives", iter([0, 0]))  # one life, seen by two ranks of one process
+    store = serve_store("127.0.0.1", 0, 2, timedelta(seconds=PATIENCE_S))
+    made = [Watch(Ledger(_torch.PrefixStore("default", store), rank, 2), 60.0) for rank in range(2)]
+    for watch in made:
+        watch.start()
+    yield made
+    for watch in made:
+        watch.stop(PATIENCE_S)
+
+
+def reporting(watch: Watch) -> threading.Thread:
+    thread = threading.Thread(target=watch.report, args=(ValueError("no such batch"),))
+    thread.start()
+    return thread
+
+
+def wait_for_error(watch: Watch) -> None:
+    end_s = time.monotonic() + PATIENCE_S
+    while watch.error is None:
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def test_a_failed_rank_waits_for_the_word_of_the_others(watches: list[Watch], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "_SILENT_S", PATIENCE_S)
+    failed = reporting(watches[1])
+    wait_for_error(watches[0])
+    failed.join(1.0)
+    assert failed.is_alive()
+    watches[0].acknowledge()
+    failed.join(PATIENCE_S / 2)
+    assert not failed.is_alive()
+
+
+def test_a_rank_that_says_nothing_is_not_waited_for_long(watches: list[Watch], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "_SILENT_S", 0.1)
+    failed = reporting(watches[1])
+    failed.join(PATIENCE_S / 2)
+    assert not failed.is_alive()
