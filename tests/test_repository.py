@@ -77,6 +77,13 @@ def test_the_make_commands_of_the_readme_exist() -> None:
     assert commands <= _make_targets()
 
 
+def test_the_readme_names_every_extra_of_users() -> None:
+    project = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    readme = (_ROOT / "README.md").read_text(encoding="utf-8")
+    extras = set(project["optional-dependencies"]) - {"dev"}
+    assert [extra for extra in sorted(extras) if f"`{extra}`" not in readme] == []
+
+
 def test_ci_runs_the_test_command_of_the_readme() -> None:
     script = _ROOT / ".ci" / "run"
     assert script.stat().st_mode & 0o111

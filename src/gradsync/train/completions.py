@@ -46,10 +46,13 @@ def read_examples(path: Path) -> list[Example]:
     """Read a file of examples.
 
     Raises:
-        DataError: the file is missing, holds none, or a line isn't one; the line is named.
+        ConfigError: there is no such file.
+        DataError: the file cannot be read, holds none, or a line isn't one; the line is named.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # other line separators may stand in a text
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path} does not exist; give a file of examples as JSON lines") from error
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     examples = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
