@@ -96,7 +96,7 @@ def test_requirements_are_pinned_and_cover_what_the_project_asks_for() -> None:
     assert loose == []
     project = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    asked = [*project["dependencies"], *extras["tokenizers"], *extras["tensorboard"], *extras["dev"]]
+    asked = [*project["dependencies"], *extras["tokenizers"], *extras["tensorboard"], *extras["datasets"], *extras["dev"]]
     for requirement in map(Requirement, asked):
         pin = pinned[canonicalize_name(requirement.name)]
         version = str(pin.specifier).removeprefix("==")

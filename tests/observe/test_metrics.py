@@ -9,7 +9,15 @@ import pytest
 
 from gradsync.errors import MissingExtraError
 from gradsync.observe.memory import resident_bytes
-from gradsync.observe.metrics import Forgiving, JsonLines, TensorBoard, forget_after, losses_of, open_sinks, read_metrics
+from gradsync.observe.metrics import (
+    Forgiving,
+    JsonLines,
+    TensorBoard,
+    forget_after,
+    losses_of,
+    open_sinks,
+    read_metrics,
+)
 from gradsync.observe.records import StepRecord
 
 

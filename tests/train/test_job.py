@@ -180,7 +180,7 @@ def test_another_text_is_not_gone_on_with(folder):
 
 @pytest.mark.parametrize(
     ("text", "error", "message"),
-    [("", DataError, "empty"), ("too short", DataError, "shorter than one step"), (None, DataError, "no such file")],
+    [("", DataError, "empty"), ("too short", DataError, "shorter than one step"), (None, ConfigError, "no such file")],
 )
 def test_bad_text_is_refused_before_anything_is_written(folder, text, error, message):
     path = folder / "text.txt"
@@ -193,7 +193,7 @@ def test_bad_text_is_refused_before_anything_is_written(folder, text, error, mes
 
 def test_an_error_of_one_rank_is_raised_on_all(folder, ranks):
     outcomes = ranks.run_expecting(_other_text_on_last_rank, options_for(folder))
-    assert [outcome.type_name for outcome in outcomes] == ["DataError", "DataError"]
+    assert [outcome.type_name for outcome in outcomes] == ["ConfigError", "ConfigError"]
     assert "rank 1: no such file" in outcomes[0].text
     assert not (folder / "run").exists()
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradsync.data.tokenizer import Tokenizer
-from gradsync.errors import DataError
+from gradsync.errors import ConfigError, DataError
 from gradsync.parallel.replica import Replica
 from gradsync.train.evaluate import IGNORED_TARGET, in_evaluation
 from gradsync.train.ranks import Ranks
