@@ -1,5 +1,12 @@
-"""Fixtures shared by all tests: pools of real ranks, started once for the whole session."""
+"""Fixtures shared by all tests: pools of real ranks, started once for the whole session; and who runs what where.
 
+[Note: Several processes] ``make test`` has pytest-xdist spread the test files over some processes, each with pools of its
+own. Most of the long tests wait (for a limit that is to pass, for processes to start and end), so there is one process more
+than there are cores. The files whose tests take long come first: the quick ones then fill what is left.
+"""
+
+import os
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -8,14 +15,24 @@ import torch
 from rank_pool import RankPool
 
 _RANK_FIXTURES = {"ranks", "ranks3", "ranks4"}
+_MOST_PROCESSES = 6
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """See [Note: Several processes]."""
+    return min((os.cpu_count() or 1) + 1, _MOST_PROCESSES)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if _RANK_FIXTURES.intersection(getattr(item, "fixturenames", ())):
             item.add_marker("distributed")
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
+    if config.getoption("dist", "no") != "no":
+        num_slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+        items.sort(key=lambda item: num_slow[item.path], reverse=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

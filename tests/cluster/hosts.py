@@ -116,7 +116,9 @@ def _connect(switch: str, made: list[Host]) -> None:
         for device in ("lo", INTERFACE):
             _ip("-n", host.namespace, "link", "set", device, "up")
         folder = _SETTINGS / host.namespace  # ``ip netns exec`` shows its files in /etc
-        folder.mkdir(parents=True)
+        with contextlib.suppress(FileNotFoundError):  # another process of the tests may just have tidied up
+            folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "hosts").write_text(names)
 
 

@@ -3,6 +3,7 @@
 The jobs of the shm backend's tests say what a process group has to do; here they get a group over MPI.
 """
 
+import faulthandler
 import importlib
 import os
 import sys
@@ -36,12 +37,16 @@ def main(jobs: list[str]) -> None:
     for job in jobs:
         module, _, name = job.partition(":")
         name, _, argument = name.partition("=")
+        # Before the time limits of groups: who waits then says where this rank is not, and this says where it is.
+        faulthandler.dump_traceback_later(15)
         try:
             getattr(importlib.import_module(module), name)(rank, world, *([eval(argument)] if argument else []))
         except BaseException:
             print(f"--- {job} failed on rank {rank}", flush=True)
             traceback.print_exc()
             raise
+        finally:
+            faulthandler.cancel_dump_traceback_later()
         if rank == 0:
             print(f"passed {job}", flush=True)
     destroy_process_group()
