@@ -18,6 +18,8 @@ BIN := $(VENV)/bin
 REQUIREMENTS_STAMP := $(VENV)/requirements.stamp
 PACKAGE_STAMP := $(VENV)/package.stamp
 TEST_MARKS := not stress and not clients
+# Some processes at once, each with test files of its own (see tests/conftest.py); PYTEST_ARGS="-n 0": one after the other
+TEST_SPREAD := -n auto --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help train test check test-clients faults lint format clean
@@ -41,10 +43,10 @@ train: $(PACKAGE_STAMP)
 	$(BIN)/gradsync train $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -m "$(TEST_MARKS)" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(TEST_SPREAD) -m "$(TEST_MARKS)" $(PYTEST_ARGS)
 
 check: lint
-	$(BIN)/python -m pytest -m "$(TEST_MARKS) and not distributed and not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(TEST_SPREAD) -m "$(TEST_MARKS) and not distributed and not slow" $(PYTEST_ARGS)
 
 # The constraint keeps torch and everything else that the project pins as they are.
 test-clients: $(PACKAGE_STAMP)

@@ -11,8 +11,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from rank_pool import RankPool
+
+# A busy machine is no failure of the code.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 _RANK_FIXTURES = {"ranks", "ranks3", "ranks4"}
 _MOST_PROCESSES = 6

@@ -27,11 +27,11 @@ from typing import Any
 import rank_worker
 from rank_worker import Job, Reply
 
-DEFAULT_TIMEOUT_S = 30.0
+DEFAULT_TIMEOUT_S = 90.0
 # How long the others may take once one rank has failed: they mostly wait for it in a collective.
-GRACE_S = 5.0
+GRACE_S = 10.0
 STACK_WAIT_S = 2.0
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 120.0
 OUTPUT_TAIL_CHARS = 4000
 
 _WORKER_ENVIRONMENT = {

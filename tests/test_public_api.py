@@ -25,7 +25,7 @@ def _heavy_modules_after(code: str) -> list[str]:
     """Which of the heavy modules a fresh interpreter has loaded after running the code."""
     report = f"import sys; print('HEAVY', *[name for name in {_HEAVY} if name in sys.modules])"
     finished = subprocess.run(
-        [sys.executable, "-c", f"{code}\n{report}"], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", f"{code}\n{report}"], capture_output=True, text=True, timeout=240, check=True
     )
     return finished.stdout.rsplit("HEAVY", 1)[1].split()
 

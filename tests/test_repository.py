@@ -22,7 +22,7 @@ def _tracked_files() -> list[Path]:
         pytest.skip("not a git checkout, so nothing tells which files belong to the project")
     # The checkout may belong to another user than the one who runs the tests.
     command = ["git", "-c", f"safe.directory={_ROOT}", "ls-files", "-z"]
-    listing = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=60, check=True)
+    listing = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=240, check=True)
     paths = [_ROOT / name for name in listing.stdout.split("\0") if name]
     return [path for path in paths if path.is_file()]
 

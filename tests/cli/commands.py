@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-TIMEOUT_S = 120
+TIMEOUT_S = 240
 
 # Small enough to take no time, large enough to go wrong in every way.
 SMALL = [

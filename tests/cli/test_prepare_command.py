@@ -105,7 +105,7 @@ def test_progress_is_shown_on_a_terminal(text: Path, tmp_path: Path) -> None:
             env=os.environ | {"PYTHONPATH": str(source), "TERM": "xterm"},
             stdout=subprocess.PIPE,
             stderr=theirs,
-            timeout=60,
+            timeout=240,
         )
         os.close(theirs)
         shown = terminal.read(100_000)

@@ -81,7 +81,7 @@ def test_ctrl_c_once_finishes_the_step_and_saves(folder):
     with running(*train_arguments("--run", "run", "--steps", "1000000"), cwd=folder) as process:
         wait_until(has_trained(run), "the first step")
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=TIMEOUT_S)
         assert process.returncode == 130
         wait_until(lambda: not session_members(process.pid), "every process has ended")
     last = records(run)[-1]["step"]
@@ -98,7 +98,7 @@ def test_ctrl_c_twice_ends_at_once_and_leaves_no_process(folder):
         os.kill(process.pid, signal.SIGINT)
         wait_until(lambda: "stopping after this step" in process.stderr.readline(), "the first one is answered")
         os.kill(process.pid, signal.SIGINT)
-        assert process.wait(timeout=60) == 130
+        assert process.wait(timeout=TIMEOUT_S) == 130
         wait_until(lambda: not session_members(process.pid), "every process has ended")
 
 
@@ -106,7 +106,7 @@ def test_a_killed_launcher_leaves_no_process(folder):
     with running(*train_arguments("--run", "run", "--steps", "1000000"), cwd=folder) as process:
         wait_until(has_trained(folder / "run"), "the first step")
         process.kill()
-        process.wait(timeout=60)
+        process.wait(timeout=TIMEOUT_S)
         wait_until(lambda: not session_members(process.pid), "every process has ended")
 
 
@@ -130,7 +130,7 @@ def test_sigterm_on_any_one_rank_saves_the_same_step_on_all(folder, place):
     with running(*train_arguments("--run", "run", "--steps", "1000000"), cwd=folder) as process:
         wait_until(has_trained(run), "the first step")
         os.kill(sorted(rank_processes(process.pid))[place], signal.SIGTERM)
-        process.communicate(timeout=60)
+        process.communicate(timeout=TIMEOUT_S)
         assert process.returncode == 143
     (checkpoint,) = (run / "checkpoints").iterdir()
     assert checkpoint.name == f"step-{records(run)[-1]['step']:08d}"
@@ -140,7 +140,7 @@ def test_a_killed_rank_is_named_and_the_command_fails(folder):
     with running(*train_arguments("--run", "run", "--steps", "1000000"), cwd=folder) as process:
         wait_until(has_trained(folder / "run"), "the first step")
         os.kill(rank_processes(process.pid)[-1], signal.SIGKILL)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=TIMEOUT_S)
         assert process.returncode == 1
         assert err.splitlines()[-1].startswith("gradsync train: error: rank ")
         assert "was killed by SIGKILL" in err.splitlines()[-1]
@@ -152,7 +152,7 @@ def test_a_stopped_rank_is_named_and_the_command_fails(folder):
     with running(*arguments, cwd=folder) as process:
         wait_until(has_trained(folder / "run"), "the first step")
         os.kill(min(rank_processes(process.pid)), signal.SIGSTOP)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=TIMEOUT_S)
         assert process.returncode == 1
         assert "the odd one out is rank 0: it does not answer" in err
         wait_until(lambda: not session_members(process.pid), "every process has ended")

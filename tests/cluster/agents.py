@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-PATIENCE_S = 90.0
+PATIENCE_S = 180.0
 _SOURCE = Path(__file__).parents[2] / "src"
 
 

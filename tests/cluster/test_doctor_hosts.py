@@ -7,7 +7,7 @@ import pytest
 from hosts import Host, hosts, outputs
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
-PATIENCE_S = 90.0
+PATIENCE_S = 180.0
 
 
 @pytest.fixture

@@ -85,7 +85,7 @@ def test_training_goes_on_with_the_hosts_that_are_left_and_with_those_that_come(
         for agent in (second, third):
             os.kill(agent.process.pid, signal.SIGTERM)
         for agent in (second, third):
-            agent.process.wait(timeout=60)
+            agent.process.wait(timeout=240)
 
     told = records(run)
     assert [record["step"] for record in told] == list(range(1, len(told) + 1))

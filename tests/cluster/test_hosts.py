@@ -13,7 +13,7 @@ from whole_batch import train_on_all_batches
 
 PROGRAM = str(Path(__file__).with_name("rank_program.py"))
 TIMEOUT_S = 8.0
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 

@@ -19,7 +19,7 @@ import gradsync
 from gradsync.comm.process import destroy_process_group
 
 
-def new_group(timeout_s: float = 20.0, ranks: list[int] | None = None) -> Any:
+def new_group(timeout_s: float = 60.0, ranks: list[int] | None = None) -> Any:
     """An MPI group of all ranks (or some); its memory is nobody else's."""
     group: Any = dist.new_group(ranks, backend="mpi4py", timeout=timedelta(seconds=timeout_s))
     if group is not dist.GroupMember.NON_GROUP_MEMBER:
@@ -32,13 +32,13 @@ shm_jobs.new_group = new_group
 
 def main(jobs: list[str]) -> None:
     torch.set_num_threads(1)
-    gradsync.init_process_group(os.environ.get("GRADSYNC_TEST_BACKEND", "auto"), timeout=timedelta(seconds=60))
+    gradsync.init_process_group(os.environ.get("GRADSYNC_TEST_BACKEND", "auto"), timeout=timedelta(seconds=120))
     rank, world = dist.get_rank(), dist.get_world_size()
     for job in jobs:
         module, _, name = job.partition(":")
         name, _, argument = name.partition("=")
         # Before the time limits of groups: who waits then says where this rank is not, and this says where it is.
-        faulthandler.dump_traceback_later(15)
+        faulthandler.dump_traceback_later(45)
         try:
             getattr(importlib.import_module(module), name)(rank, world, *([eval(argument)] if argument else []))
         except BaseException:

@@ -10,7 +10,7 @@ import pytest
 from gradsync.comm.executor import Executor, Work
 from gradsync.errors import BackendError
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 class Scripted:

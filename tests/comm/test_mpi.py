@@ -71,7 +71,7 @@ needs_mpi = pytest.mark.skipif(
     importlib.util.find_spec("mpi4py") is None or _MPIEXEC is None,
     reason="needs mpi4py and an mpiexec (pip install mpi4py mpich)",
 )
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
 
 def mpiexec(num_ranks: int, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -85,7 +85,7 @@ def mpiexec(num_ranks: int, *command: str, **variables: str) -> subprocess.Compl
         env=environment,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=240,
     )
 
 

@@ -24,7 +24,7 @@ from gradsync.errors import BackendError
 
 # The host of each rank: the ranks of a host are not neighbours, and the hosts are not equal.
 HOSTS = {"operations": [0, 1, 1, 0, 1], "death": [0, 1, 0], "late": [0, 1, 0]}
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0
 
 
 @pytest.fixture(scope="module")
@@ -192,9 +192,9 @@ def late(rank: int, world: int) -> None:
     dist.barrier()
     group: Any = dist.group.WORLD
     if rank == 1:
-        time.sleep(3.0)
+        time.sleep(6.0)
         return
-    group.set_timeout(timedelta(seconds=0.5))
+    group.set_timeout(timedelta(seconds=2))
     try:
         dist.all_reduce(torch.ones(10))
     except BackendError as error:
@@ -208,7 +208,7 @@ def main() -> None:
     shm.register()
     world = len(HOSTS[scenario])
     store = dist.FileStore(path, world)  # type: ignore[attr-defined]
-    timeout = timedelta(seconds=30)
+    timeout = timedelta(seconds=90)
     dist.init_process_group("shm", store=store, rank=rank, world_size=world, timeout=timeout)
     {"operations": operations, "death": death, "late": late}[scenario](rank, world)
 

@@ -20,7 +20,7 @@ _torch: Any = dist
 def store(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(roll_call, "_calls", iter([0] * 10))  # one call, answered by several ranks of one process
     monkeypatch.setattr(roll_call, "_LAST_TO_LEAVE_S", 0.0)
-    return serve_store("127.0.0.1", 0, 4, timedelta(seconds=5))
+    return serve_store("127.0.0.1", 0, 4, timedelta(seconds=60))
 
 
 def call(store: Any, ranks: list[int], world: int, timeout_s: float) -> dict[int, Any]:
@@ -41,7 +41,7 @@ def call(store: Any, ranks: list[int], world: int, timeout_s: float) -> dict[int
 
 
 def test_everybody_learns_who_is_where(store: Any) -> None:
-    outcome = call(store, [0, 1, 2], 3, 5.0)
+    outcome = call(store, [0, 1, 2], 3, 60.0)
     assert outcome[0] == outcome[1] == outcome[2] == [own_card()] * 3
 
 
@@ -56,7 +56,7 @@ def test_the_missing_are_named_and_the_present_with_their_addresses(store: Any) 
 
 
 def test_two_processes_with_one_rank_are_told(store: Any) -> None:
-    outcome = call(store, [0, 1], 2, 5.0)
+    outcome = call(store, [0, 1], 2, 60.0)
     assert outcome[1] == [own_card()] * 2
     with pytest.raises(BackendError, match="rank 1: two processes claim this rank"):
         call_roll(store, 1, 2, timedelta(seconds=1))

@@ -19,7 +19,7 @@ from gradsync.errors import BackendError
 from rank_pool import RankPool
 
 LARGE = STAGE_BYTES // 4 + 100
-PATIENCE_S = 15.0
+PATIENCE_S = 60.0
 
 
 def until(is_true: Callable[[], bool]) -> None:

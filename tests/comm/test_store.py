@@ -12,7 +12,7 @@ from listening import addresses, free_port
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's tables of sockets")
 
-LIMIT = timedelta(seconds=10)
+LIMIT = timedelta(seconds=60)
 
 
 def own_addresses() -> list[str]:

@@ -14,7 +14,7 @@ from gradsync.comm.ledger import Ledger, _Counted
 from gradsync.comm.watch import Watch
 from gradsync.errors import GradsyncError, RankFailedError, StalledError
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 @dataclass

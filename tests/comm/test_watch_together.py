@@ -15,7 +15,7 @@ from gradsync.comm.ledger import Ledger
 from gradsync.comm.store import serve_store
 from gradsync.comm.watch import Watch
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 _torch: Any = dist
 

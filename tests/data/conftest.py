@@ -7,11 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
-
-# A busy machine is no failure of the code.
-settings.register_profile("no-deadline", deadline=None)
-settings.load_profile("no-deadline")
 
 _ADDRESS = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 

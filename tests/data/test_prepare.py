@@ -364,7 +364,7 @@ def _children(pid: int) -> set[int]:
 
 
 def _wait_for_end(pids: set[int]) -> Iterator[int]:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline and (alive := {pid for pid in pids if _is_alive(pid)}):
         time.sleep(0.05)
     yield from alive

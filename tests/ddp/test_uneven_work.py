@@ -31,7 +31,7 @@ from rank_pool import RankFailure, RankPool
 
 _LR = 0.25
 # More than the group's time-out and the fixed costs of a job.
-_PATIENCE_S = 25.0
+_PATIENCE_S = 90.0
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:

@@ -357,7 +357,7 @@ def _growing_unlike(rank: int, world: int) -> list[list[float]]:
 
 
 def test_a_buffer_of_another_size_on_one_rank_is_taken_over_or_told(ranks: RankPool) -> None:
-    for rank, outcome in enumerate(ranks.run_expecting(_growing_unlike, timeout_s=25.0)):
+    for rank, outcome in enumerate(ranks.run_expecting(_growing_unlike, timeout_s=90.0)):
         if isinstance(outcome, RankFailure):
             assert outcome.type_name != "Died"
             assert "seen" in outcome.text
@@ -388,6 +388,6 @@ def _forwards_that_differ_in_number(rank: int, world: int) -> str:
 
 def test_another_number_of_forwards_with_buffers(ranks: RankPool) -> None:
     """No hang: right gradients on both ranks, or an error on both."""
-    outcomes = ranks.run_expecting(_forwards_that_differ_in_number, timeout_s=25.0)
+    outcomes = ranks.run_expecting(_forwards_that_differ_in_number, timeout_s=90.0)
     assert len({isinstance(outcome, RankFailure) for outcome in outcomes}) == 1
     assert all(not isinstance(o, RankFailure) or o.type_name != "Died" for o in outcomes)

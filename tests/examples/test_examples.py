@@ -17,7 +17,7 @@ def _run(*command: str) -> str:
     environment = os.environ | {"PYTHONPATH": str(_ROOT / "src"), "OMP_NUM_THREADS": "1"}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)
-    finished = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=150)
+    finished = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=240)
     assert finished.returncode == 0, finished.stderr
     return finished.stdout
 

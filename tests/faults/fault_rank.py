@@ -16,8 +16,8 @@ from injector import Fault, Trap, arm
 
 from training_jobs import options_for, train
 
-SOFT_LIMIT_S = 2.0
-START_LIMIT_S = 6.0
+SOFT_LIMIT_S = 3.0
+START_LIMIT_S = 12.0
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from training_jobs import losses, write_text
 PATIENCE_S = 10.0
 """How long after the limit all ranks must have ended."""
 
-_UNDISTURBED_S = 60.0
+_UNDISTURBED_S = 150.0
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -175,7 +175,7 @@ def _store(world: int, serves_itself: bool) -> Iterator[tuple[int, int | None]]:
 def _serve(world: int, pipe: Any) -> None:
     from gradsync.comm.store import serve_store
 
-    store = serve_store("127.0.0.1", 0, world, timedelta(seconds=60))
+    store = serve_store("127.0.0.1", 0, world, timedelta(seconds=150))
     pipe.send(store.port)
     time.sleep(3600)
 

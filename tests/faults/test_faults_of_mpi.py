@@ -19,7 +19,7 @@ from training_jobs import losses, write_text
 
 _MPIEXEC = shutil.which("mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
 _TASK = "task.pickle"
-_UNDISTURBED_S = 90.0
+_UNDISTURBED_S = 150.0
 OPTIONS = {"async_checkpoints": True}
 
 pytestmark = [

@@ -87,14 +87,14 @@ def replicas_are_equal(replica):
 def test_a_few_steps_are_those_of_one_process(request, name):
     layout = LAYOUTS[name]
     pool = request.getfixturevalue({2: "ranks", 3: "ranks3", 4: "ranks4"}[layout.degrees.world])
-    pool(_compare, layout, timeout_s=60)
+    pool(_compare, layout, timeout_s=150)
 
 
 @pytest.mark.parametrize("name", ["fsdp", "tensor", "1f1b", "fsdp x tensor"])
 def test_what_is_frozen_stays_frozen(request, name):
     layout = Layout(**{**vars(LAYOUTS[name]), "frozen": FROZEN})
     pool = request.getfixturevalue({2: "ranks", 4: "ranks4"}[layout.degrees.world])
-    pool(_compare, layout, timeout_s=60)
+    pool(_compare, layout, timeout_s=150)
 
 
 def test_blocks_are_divided_as_equally_as_can_be():

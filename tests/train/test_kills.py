@@ -44,7 +44,7 @@ def test_killed_twenty_times_and_still_the_unbroken_run(folder):
     here = Path(__file__).parent
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(here / "kill_often.py"), str(folder), str(NUM_KILLS)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
     steps = json.loads(result.stdout)
     assert len(steps) == NUM_KILLS

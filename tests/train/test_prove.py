@@ -60,14 +60,14 @@ def rows_on(world, *names):
 
 
 def test_all_rows_on_two_processes_pass(ranks):
-    findings = ranks(_prove, rows_on(2), None, timeout_s=90)[0]
+    findings = ranks(_prove, rows_on(2), None, timeout_s=150)[0]
     assert len(findings) == 9
     assert [finding for finding in findings if not finding.has_passed] == []
 
 
 def test_the_users_own_model_passes_where_its_loss_is_a_mean(ranks):
     rows = [row for row in rows_on(2) if not row.needs_layout]
-    findings = ranks(_prove, rows, "own_models:mean_of_rows", timeout_s=60)[0]
+    findings = ranks(_prove, rows, "own_models:mean_of_rows", timeout_s=150)[0]
     assert len(findings) == 5
     assert [finding for finding in findings if not finding.has_passed] == []
 
@@ -84,7 +84,7 @@ def _jointly(rank, world):
 
 def test_ranks_of_a_launcher_run_every_row_together(ranks3):
     """Three ranks: the batch is as large as they need, and every one of them learns the findings."""
-    everyone = ranks3(_jointly, timeout_s=60)
+    everyone = ranks3(_jointly, timeout_s=150)
     assert [finding.case.name for finding in everyone[0]][:2] == ["DDP", "DDP, accumulation"]
     assert all(finding.has_passed for findings in everyone for finding in findings)
     assert len(everyone[0]) == 5
