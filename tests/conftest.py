@@ -6,6 +6,7 @@ process more than there are cores. The files whose tests take long come first: t
 """
 
 import os
+import signal
 from collections import Counter
 from collections.abc import Iterator
 
@@ -18,6 +19,10 @@ from rank_pool import RankPool
 # A busy machine is no failure of the code.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+
+# A shell's background job ignores Ctrl-C, and so would every command that is started here.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _RANK_FIXTURES = {"ranks", "ranks3", "ranks4"}
 _MOST_PROCESSES = 6

@@ -19,7 +19,7 @@ from gradsync.ddp import tuned_plan
 from gradsync.errors import StalledError
 from rank_pool import RankJobError
 
-LIMIT_S = 0.5
+LIMIT_S = 2.0  # less, and ranks of a busy machine are taken for late ones
 LATE_S = 0.3
 
 

@@ -21,7 +21,7 @@ class Numbers(Dataset[torch.Tensor]):
 
 def main(mode: str) -> None:
     torch.set_num_threads(1)
-    gradsync.init_process_group("gloo", soft_limit_s=3)
+    gradsync.init_process_group("gloo", soft_limit_s=6)
     rank = int(os.environ["RANK"])
     model = gradsync.DistributedDataParallel(nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), 1e-6)

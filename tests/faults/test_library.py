@@ -80,8 +80,8 @@ def test_an_exception_on_one_rank_ends_all_and_is_told_by_all(tmp_path: Path) ->
         assert process.wait(timeout=START_S) != 0
         assert_nothing_is_left(process.pid)
     output = (tmp_path / "output.txt").read_text()
-    assert "ValueError: no such batch" in output
-    assert "RankFailedError: rank 1 failed in pass 5" in output
+    assert "ValueError: no such batch" in output, output
+    assert "RankFailedError: rank 1 failed in pass 5" in output, output
 
 
 def test_a_rank_that_hangs_is_named_by_the_other(tmp_path: Path) -> None:
@@ -89,8 +89,8 @@ def test_a_rank_that_hangs_is_named_by_the_other(tmp_path: Path) -> None:
         assert process.wait(timeout=START_S) != 0
         assert_nothing_is_left(process.pid)
     output = (tmp_path / "output.txt").read_text()
-    assert "StalledError" in output and "the odd one out is rank 1" in output
-    assert "time.sleep(600)" in output
+    assert "StalledError" in output and "the odd one out is rank 1" in output, output
+    assert "time.sleep(600)" in output, output
 
 
 def test_nothing_outlives_a_killed_launcher_and_no_rank_listens_beyond_this_machine(tmp_path: Path) -> None:

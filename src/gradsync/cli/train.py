@@ -23,6 +23,7 @@ from gradsync.cli.options import (
 )
 from gradsync.comm.launchers import Placement, adopt
 from gradsync.errors import ConfigError
+from gradsync.observe.terminal import lasting
 from gradsync.train.batch import choose_num_processes
 from gradsync.train.config import TrainConfig, inherited, resolve
 from gradsync.train.outline import check_options
@@ -103,7 +104,7 @@ def _start(config: TrainConfig) -> int:
     config, nproc, _ = _checked(config, None)
     print(
         f"starting {nproc} process{'es' if nproc > 1 else ''}{_why_so_few(config, nproc)} ...",
-        file=sys.stderr,
+        file=lasting(sys.stderr),
         flush=True,
     )
     return _start_ranks(config, nproc)
