@@ -182,8 +182,10 @@ def test_a_run_goes_on_when_nobody_reads_its_output_any_more(folder):
 
 
 def test_a_second_process_does_not_go_on_with_a_run_under_way(folder):
-    with running(*train_arguments("--run", "run", "--steps", "100000"), cwd=folder):
+    with running(*train_arguments("--run", "run", "--steps", "100000"), cwd=folder) as process:
         wait_until(has_trained(folder / "run"), "the first step")
+        for rank in rank_processes(process.pid):
+            os.kill(rank, signal.SIGSTOP)  # so that the machine is the second one's
         second = gradsync(*train_arguments("--run", "run", "--steps", "100000", "--resume"), cwd=folder)
         assert second.returncode == 2
         assert "another process is training in run folder run" in second.stderr

@@ -15,9 +15,9 @@ _POLL_S = 0.05
 class FolderLock:
     """Held from its making until ``release``; where the file system has no locks, it keeps nobody out."""
 
-    def __init__(self, folder: Path, patience_s: float = _PATIENCE_S) -> None:
+    def __init__(self, folder: Path) -> None:
         self._descriptor: int | None = os.open(folder, os.O_RDONLY) if os.name == "posix" else None
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + _PATIENCE_S
         while not self._try():
             if time.monotonic() > deadline:
                 self.release()
