@@ -147,7 +147,7 @@ class DistributedDataParallel(TorchSurface):
         self.mixed_precision = mixed_precision
         self.dim = dim
         self.require_forward_param_sync = True
-        run_on_cpu(module)
+        run_on_cpu(module, soft_limit_s)
         self._watch = ModuleWatch(self, self.parameters_to_ignore)
         named = self._watch.all_parameters()
         self._set_devices(named, device_ids, output_device)
