@@ -105,6 +105,15 @@ def sums_of_all_in_backward(is_late: bool) -> None:
     normalised(is_late, "backward")
 
 
+def batches_of_the_others(is_late: bool) -> None:
+    ddp = wrapped()
+    with ddp.join():
+        for _ in range(3 if is_late else 1):
+            backward(ddp)
+        if is_late:
+            be_late()
+
+
 def clocks_of_a_profile(is_late: bool) -> None:
     ddp = wrapped()
     if is_late:
@@ -124,6 +133,7 @@ def clocks_of_a_profile(is_late: bool) -> None:
         making_a_group,
         statistics_of_all,
         sums_of_all_in_backward,
+        batches_of_the_others,
         clocks_of_a_profile,
     ],
 )

@@ -31,6 +31,7 @@ CLEANUP_S = 3.0
 """How long the interpreter may take to shut down after an exception."""
 
 _STORE_S = 2.5
+_TELLING_S = 5.0  # others may have to be asked whether they are still there
 _BEFORE_ALL = 1000  # what runs at the end of multiprocessing's processes: that with the highest number first
 _owner = 0
 _takes_store_along = False
@@ -55,7 +56,7 @@ def install(serves_store: bool = False) -> None:
 def tell(error: BaseException) -> str:
     """Tell the other ranks of an exception that ends this one; return what another rank had told before."""
     told = [""]
-    _bounded(lambda: told.__setitem__(0, _tell(error)))
+    _bounded(lambda: told.__setitem__(0, _tell(error)), _TELLING_S)
     return told[0]
 
 
@@ -92,8 +93,8 @@ class _LastWords:
         """Tell the others of an exception that ends this process, or its user what has caused it."""
         if os.getpid() != _owner or not _is_a_rank():
             return
-        end_soon()
         told = tell(error)
+        end_soon()
         if told:
             print(f"gradsync: the cause: {told}", file=sys.stderr, flush=True)
         self.has_spoken = True
@@ -116,7 +117,7 @@ def _at_process_end(words: _LastWords) -> None:
         error = error.__context__ if error.code else None
     if error is not None:
         words.speak(error)
-    elif os.getpid() == _owner:
+    if os.getpid() == _owner:
         _leave(words)
 
 
@@ -164,7 +165,7 @@ def _is_a_rank() -> bool:
         return False
 
 
-def _bounded(action: Callable[[], Any]) -> None:
+def _bounded(action: Callable[[], Any], limit_s: float = _STORE_S) -> None:
     """Talk to the store, but not for long: it may be gone or stuck."""
 
     def guarded() -> None:
@@ -173,4 +174,4 @@ def _bounded(action: Callable[[], Any]) -> None:
 
     thread = threading.Thread(target=guarded, name="gradsync-last-words", daemon=True)
     thread.start()
-    thread.join(_STORE_S)
+    thread.join(limit_s)

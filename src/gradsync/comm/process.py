@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from gradsync.comm import last_words, mpi, shm
-from gradsync.comm.backends import are_on_one_host, choose_backend
+from gradsync.comm import last_words, mpi
+from gradsync.comm.backends import OF_ANY_THREAD, are_on_one_host, choose_backend
 from gradsync.comm.interfaces import check_choices
 from gradsync.comm.launchers import adopt
 from gradsync.comm.parent import end_with_parent
@@ -28,8 +28,6 @@ from gradsync.errors import BackendError, ConfigError, GradsyncError
 logger = logging.getLogger("gradsync")
 
 _LAST_LOOK_S = 1.0
-_OF_ANY_THREAD = ("gloo", shm.NAME, mpi.NAME)
-"""Backends that another thread may make: a device is one thread's."""
 _ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 
 
@@ -140,7 +138,7 @@ def _make(backend: str, met: Meeting, soft_limit_s: float, timeout: timedelta | 
         )
 
     try:
-        make_watched(met.store, met.rank, met.world, soft_limit_s, backend in _OF_ANY_THREAD, make)
+        make_watched(met.store, met.rank, met.world, soft_limit_s, backend in OF_ANY_THREAD, make)
     except dist.DistNetworkError as error:
         raise BackendError(no_connection(error, met.cards)) from error
     except GradsyncError:

@@ -153,7 +153,7 @@ class Watch:
         others = [rank for rank in range(self.world) if rank != self.rank]
         with self._hurry():
             number = self._ledger.post(Event("failure", self.rank, text, self._spot()))
-            self._poll(_SPOKEN_S, lambda: self._ledger.have_noted(number, others))
+            self._poll(_SPOKEN_S, lambda: self.is_deaf or self._ledger.have_noted(number, others))
 
     def acknowledge(self) -> None:
         """Let the ranks that have failed end, since this one has said why it ends, too."""
