@@ -17,8 +17,8 @@ from gradsync.comm.watch import set_soft_limit
 from gradsync.ddp import recording, tuned_plan
 from rank_pool import RankJobError
 
-LIMIT_S = 0.5
-LATE_S = 2.0
+LIMIT_S = 1.0
+LATE_S = 3.0
 
 
 class LateError(Exception):
