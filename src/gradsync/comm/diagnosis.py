@@ -100,7 +100,7 @@ def _cause_of(place: Place) -> str:
         name = next((name for name in reversed(collective) if name), place.collective or "another one")
         return (
             f"it is in a collective that the others did not issue ({name}); every rank must issue the same "
-            "collectives in the same order"
+            "collectives in the same order (if its loop is over, it had fewer batches: train inside ddp.join())"
         )
     if _DATA.search(where):
         return f"its data loader has no batch ready ({innermost}); look at its storage and its loader's workers"

@@ -27,7 +27,7 @@ from gradsync.errors import BackendError
 _torch: Any = dist  # for what torch's stubs leave out
 _NOTE_EVERY_S = 30.0
 _LAST_TO_LEAVE_S = 1.0
-_calls = itertools.count()
+_worlds = itertools.count()
 
 logger = logging.getLogger("gradsync")
 
@@ -85,6 +85,8 @@ def meet(init_method: str | None, store: Any, rank: int, world: int, timeout: ti
         store.set_timeout(timeout)
     if rank < 0 or world < 2 or not can_hold_ledger(store):
         return Meeting(store, rank, world, [], serves_store)
+    # a store may outlive a world, and what the next one finds there must be its own
+    store = _torch.PrefixStore(f"gradsync/world/{next(_worlds)}", store)
     cards = call_roll(store, rank, world, timeout, where)
     use_loopback_alone(cards)
     return Meeting(store, rank, world, cards, serves_store)
@@ -118,7 +120,7 @@ def call_roll(store: Any, rank: int, world: int, timeout: timedelta, where: str 
     Raises:
         BackendError: some did not come in time, or two processes claim one rank; the message names them.
     """
-    store = _torch.PrefixStore(f"gradsync/roll/{next(_calls)}", store)
+    store = _torch.PrefixStore("roll", store)
     if store.add(f"claims/{rank}", 1) > 1:
         raise BackendError(
             f"rank {rank}: two processes claim this rank (this one is process {os.getpid()} on "

@@ -523,7 +523,7 @@ def watch_of_world() -> Watch | None:
         return _starting
     if group.size() == 1:
         return None
-    if group not in _watches and _starting is not None:
+    if group not in _watches and _starting is not None and _starting.phase == STARTING:
         _watches[group], _starting = _starting, None
         _watches[group].adopt(group)
     elif group not in _watches:
