@@ -25,6 +25,11 @@ LAYOUTS = {
     "fsdp x tensor": Layout(Degrees(2, 2), "fsdp"),
     "fsdp x pipeline": Layout(Degrees(2, 1, 2), "fsdp"),
     "tensor x pipeline": Layout(Degrees(1, 2, 2)),
+    "sequence": Layout(Degrees(1, 2), cuts_sequences=True),
+    "sequence, checkpointing": Layout(Degrees(1, 2), cuts_sequences=True, checkpointing=True),
+    "ddp x sequence": Layout(Degrees(2, 2), cuts_sequences=True),
+    "fsdp x sequence": Layout(Degrees(2, 2), "fsdp", cuts_sequences=True),
+    "sequence x pipeline": Layout(Degrees(1, 2, 2), cuts_sequences=True),
 }
 FROZEN = ("h.1.mlp.c_fc.weight", "h.0.ln_1.weight", "wte.weight")
 
