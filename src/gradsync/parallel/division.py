@@ -47,8 +47,8 @@ def check_division(config: GPT2Config, strategy: Strategy, degrees: Degrees, flo
         )
     if flow.cuts_sequences and flow.context % degrees.tensor:
         raise ConfigError(
-            f"--sequence-parallel cuts each sequence into equal parts, and --tp {degrees.tensor} does not divide --context "
-            f"{flow.context}; take another --context or --tp, or leave --sequence-parallel out"
+            f"--sequence-parallel cuts each sequence into equal parts, and --tp {degrees.tensor} does not divide "
+            f"--context {flow.context}; take another --context or --tp, or leave --sequence-parallel out"
         )
     if degrees.pipeline > 1:
         _check_stages(config, flow.schedule, degrees.pipeline)

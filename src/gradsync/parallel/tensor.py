@@ -4,14 +4,14 @@ Embedding and head are cut by rows of the vocabulary, so the logits are, too: th
 (torch's ``loss_parallel``). Activations between projections are whole and equal on all ranks, and so are the gradients
 of what is not cut (norms, positions), without a word; or sequences are cut there as well.
 
-[Note: Cut sequences] Every rank has the tokens of its slice: (B, S, C). A branch begins with a gather along the sequence
-and its rows end in a reduce-scatter along it, where an all-reduce is otherwise: the same traffic, with an N-th of the
-memory and of the work between. What each parameter's gradient is then:
+[Note: Cut sequences] Every rank has the tokens of its slice: (B, S, C). A branch begins with a gather along the
+sequence and its rows end in a reduce-scatter along it, where an all-reduce is otherwise: the same traffic, with an N-th
+of the memory and of the work between. What each parameter's gradient is then:
 
 - of a norm, the sum over this rank's tokens: ``_as_cut`` adds up the ranks', in each backward and before anything sees
   the gradient (under FSDP, which puts parameters of its own in the place of these, FSDP does it);
-- of a row projection's bias and of the positions, whole and equal on all ranks: the gradient of what they have put out is
-  gathered first;
+- of a row projection's bias and of the positions, whole and equal on all ranks: the gradient of what they have put out
+  is gathered first;
 - of a matrix, as without.
 
 Shapes: B sequences, T tokens, S tokens of a slice, V vocabulary (padded), W rows of it on this rank, C channels.
@@ -43,14 +43,13 @@ from gradsync.model.gpt2 import IGNORED_TARGET
 from gradsync.model.layout import Layout
 from gradsync.parallel.pieces import chunk_of
 
-
 _SEQUENCE = Shard(1)
 
 
 def cut_tensors(module: nn.Module, layout: Layout, mesh: DeviceMesh, cuts_sequences: bool = False) -> None:
     """Cut the matrices of a model, or of a stage of it, in place; collective.
 
-    ``cuts_sequences``: what is between them too, see [Note: Cut sequences]; sequences must then be multiples of the ranks.
+    ``cuts_sequences``: what is between them too, see [Note: Cut sequences]; the ranks must then divide each sequence.
     """
     parts = dict(module.named_modules())
     is_trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}

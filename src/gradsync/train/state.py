@@ -1,9 +1,9 @@
 """What a checkpoint holds of a run, as tensors by name, and how it is put back.
 
 Names are those of the bare model, whatever wraps or divides it: ``model.<parameter>``,
-``optimizer.<parameter>.<key>``, ``random.<data rank>[.stage<n>][.slice<n>].<device>``. A rank that holds only a part of a tensor gives its
-pieces with their places in the whole (``parallel.pieces``), so a checkpoint does not depend on the layout. Where the
-tensors are stored is the business of ``checkpoint.py``.
+``optimizer.<parameter>.<key>``, ``random.<data rank>[.stage<n>][.slice<n>].<device>``. A rank that holds only a part of
+a tensor gives its pieces with their places in the whole (``parallel.pieces``), so a checkpoint does not depend on the
+layout. Where the tensors are stored is the business of ``checkpoint.py``.
 """
 
 from collections.abc import Callable, Iterable, Mapping
