@@ -77,6 +77,13 @@ def test_the_make_commands_of_the_readme_exist() -> None:
     assert commands <= _make_targets()
 
 
+def test_the_readme_names_every_extra_of_users() -> None:
+    project = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    readme = (_ROOT / "README.md").read_text(encoding="utf-8")
+    extras = set(project["optional-dependencies"]) - {"dev"}
+    assert [extra for extra in sorted(extras) if f"`{extra}`" not in readme] == []
+
+
 def test_ci_runs_the_test_command_of_the_readme() -> None:
     script = _ROOT / ".ci" / "run"
     assert script.stat().st_mode & 0o111
@@ -89,7 +96,8 @@ def test_requirements_are_pinned_and_cover_what_the_project_asks_for() -> None:
     assert loose == []
     project = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    asked = [*project["dependencies"], *extras["tokenizers"], *extras["tensorboard"], *extras["dev"]]
+    used_by_tests = ("tokenizers", "tensorboard", "datasets", "dev")
+    asked = [*project["dependencies"], *(each for name in used_by_tests for each in extras[name])]
     for requirement in map(Requirement, asked):
         pin = pinned[canonicalize_name(requirement.name)]
         version = str(pin.specifier).removeprefix("==")

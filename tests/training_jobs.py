@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from gradsync.observe.progress import Silent
+from gradsync.observe.progress import Course, Silent
 from gradsync.train.config import TrainConfig, resolve
 from gradsync.train.interrupt import StopRequests
 from gradsync.train.job import Job, Place
@@ -34,6 +34,10 @@ class Notebook(Silent):
 
     def __init__(self) -> None:
         self.notes: list[str] = []
+        self.course: Course | None = None
+
+    def begin(self, course: Course) -> None:
+        self.course = course
 
     def note(self, message: str) -> None:
         self.notes.append(message)

@@ -14,7 +14,7 @@ class GradsyncError(Exception):
 
 
 class ConfigError(GradsyncError, ValueError):
-    """An option or argument has a value that cannot work; the command line exits with code 2."""
+    """An option or argument cannot work, or names a path that does not exist; the command line exits with code 2."""
 
 
 class DataError(GradsyncError):

@@ -65,7 +65,7 @@ def test_no_validation_text_is_said(text: Path, tmp_path: Path, capsys: pytest.C
         (["TEXT", "--out", "OUT", "--workers", "0"], 2, "--workers is 0; it must be at least 1"),
         (["TEXT", "--out", "OUT", "--shard-tokens", "0"], 2, "--shard-tokens is 0"),
         (["TEXT", "--out", "OUT", "--worker", "3"], 2, "did you mean --workers?"),
-        (["nothing.txt", "--out", "OUT", "--tokenizer", "bytes"], 1, "no such file or folder: nothing.txt"),
+        (["nothing.txt", "--out", "OUT", "--tokenizer", "bytes"], 2, "no such file or folder: nothing.txt"),
         (["TEXT", "--out", "TEXT", "--tokenizer", "bytes"], 1, "cannot write"),
     ],
 )

@@ -89,7 +89,9 @@ def test_ctrl_c_once_finishes_the_step_and_saves(folder):
     assert (run / "checkpoints" / f"step-{last:08d}" / "manifest.json").exists()
 
 
-def test_ctrl_c_twice_ends_at_once_and_leaves_no_process(folder):
+def test_ctrl_c_twice_ends_at_once_and_leaves_nothing(folder, monkeypatch):
+    (folder / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder / "temporary"))
     with running(*train_arguments("--run", "run", "--steps", "1000000"), cwd=folder) as process:
         wait_until(has_trained(folder / "run"), "the first step")
         # Stopped processes finish no step, so nothing but the second Ctrl-C can end this.
@@ -100,6 +102,7 @@ def test_ctrl_c_twice_ends_at_once_and_leaves_no_process(folder):
         os.kill(process.pid, signal.SIGINT)
         assert process.wait(timeout=60) == 130
         wait_until(lambda: not session_members(process.pid), "every process has ended")
+    assert [path.name for path in (folder / "temporary").glob("*") if "inductor" not in path.name] == []
 
 
 def test_a_killed_launcher_leaves_no_process(folder):

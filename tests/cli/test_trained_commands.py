@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import shutil
 import subprocess
 import sys
 
@@ -103,6 +104,14 @@ def test_what_is_wrong_is_one_line(capsys, folder, run):
     for message, arguments in cases.items():
         error = failure(capsys, *arguments).splitlines()
         assert message in error[-1], error
+
+
+def test_text_of_a_run_that_is_gone_is_no_wrong_usage(capsys, folder, run, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "run")
+    config = copy / "config.yaml"
+    config.write_text(config.read_text().replace(str(folder / "text.txt"), str(tmp_path / "gone.txt")))
+    assert main(["eval", str(copy)]) == 1
+    assert "gone.txt, which is not here; name the text with --data" in capsys.readouterr().err
 
 
 def test_an_exported_run_is_a_hugging_face_folder_that_training_starts_from(capsys, folder, run, tmp_path):

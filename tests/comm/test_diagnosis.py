@@ -69,6 +69,15 @@ def test_a_collective_of_ones_own_is_odd_where_the_others_are_in_the_engine() ->
     assert "it is in a collective that the others did not issue (barrier)" in cause
 
 
+def test_ranks_that_wait_in_different_groups_are_not_told_apart_by_their_passes() -> None:
+    exchange = Place(7, "forward", None, 3.0, loop="step 2", collective="recv")
+    reduction = Place(9, "backward", 1, 3.0, loop="step 2")
+    odd, cause = odd_ones([0, 1, 2], {0: reduction, 1: exchange, 2: exchange}, [], True)
+    assert odd == [] and "none of them is late" in cause
+    behind = Place(9, "backward", 1, 3.0, loop="step 1")
+    assert odd_ones([0, 1, 2], {0: behind, 1: exchange, 2: exchange}, [], True)[0] == [0]
+
+
 def test_a_loop_that_tells_its_step_is_quoted() -> None:
     stage = Place(0, BEFORE_FIRST_PASS, waited_s=3.0, loop="step 7, forward and backward", collective="recv")
     late = Place(0, BEFORE_FIRST_PASS, stack=("loader.py:3 in next_step: x",), loop="step 7, data")

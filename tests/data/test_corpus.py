@@ -219,7 +219,7 @@ def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_does_not_exist_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no such file or folder: .*nothing; give text files"):
+    with pytest.raises(ConfigError, match=r"no such file or folder: .*nothing; give text files"):
         load_corpus(str(tmp_path / "nothing"))
 
 

@@ -97,6 +97,15 @@ def test_a_file_that_is_gone_is_an_error(tmp_path: Path) -> None:
         list(read_text(tmp_path / "gone.txt", 0, 10, Intake()))
 
 
+def test_what_is_left_out_as_binary_is_told_by_kind() -> None:
+    assert Intake(binary=["a/b.pyc"]).notes() == ["left out as binary: a/b.pyc"]
+    names = [*(f"{n}.pyc" for n in range(40)), *(f"{n}.so" for n in range(5)), "x/tool", "tool", "a.png", "b.gif"]
+    assert Intake(binary=names).notes() == [
+        "left out as binary: 49 files (40 .pyc, 5 .so, 2 without a suffix, 2 others)"
+    ]
+    assert Intake(binary=["a.pyc", "b.pyc"]).notes() == ["left out as binary: 2 files (2 .pyc)"]
+
+
 def test_one_huge_text_is_cut_as_the_same_text_in_blocks_is() -> None:
     text = "".join(f"line {n} of it\n" if n % 7 else "w" * (n % 90) for n in range(3000))
     whole = list(cut_into_pieces([text], 100))

@@ -9,7 +9,15 @@ import pytest
 
 from gradsync.errors import MissingExtraError
 from gradsync.observe.memory import resident_bytes
-from gradsync.observe.metrics import Forgiving, JsonLines, TensorBoard, forget_after, open_sinks, read_metrics
+from gradsync.observe.metrics import (
+    Forgiving,
+    JsonLines,
+    TensorBoard,
+    forget_after,
+    losses_of,
+    open_sinks,
+    read_metrics,
+)
 from gradsync.observe.records import StepRecord
 
 
@@ -53,6 +61,14 @@ def test_steps_taken_again_are_forgotten_and_half_a_line_is_no_line(tmp_path):
         file.write('{"step": 6, "lo')
     forget_after(path, 3)
     assert [record["step"] for record in read_metrics(path)] == [1, 2, 3]
+
+
+def test_losses_are_those_of_the_steps_that_were_taken(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [1])
+    write(path, [2], skipped=True)
+    path.write_text(path.read_text() + '{"step": 3, "loss": null}\n{"step": 4, "loss": 2.5}\n')
+    assert list(losses_of(read_metrics(path))) == [1.5, 2.5]
 
 
 def test_nothing_to_forget(tmp_path):

@@ -99,7 +99,7 @@ def test_the_command_compares_runs(run_folder, tmp_path, capsys):
     assert capsys.readouterr().out.strip() == str(run_folder / "report.html")
     runs = data_of((run_folder / "report.html").read_text())
     assert [run["name"] for run in runs] == ["first", "second"]
-    assert main(["report", str(tmp_path)]) == 1
+    assert main(["report", str(tmp_path)]) == 2
     assert "is not a run folder" in capsys.readouterr().err
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradsync.data.tokenizer import ByteTokenizer
-from gradsync.errors import DataError
+from gradsync.errors import ConfigError, DataError
 from gradsync.model.gpt2 import GPT2, GPT2Config
 from gradsync.parallel.replica import replica_of
 from gradsync.train.completions import Example, completion_accuracy, read_examples
@@ -108,8 +108,10 @@ def test_what_is_no_example_is_named(tmp_path, content, message):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"nowhere\.jsonl cannot be read"):
+    with pytest.raises(ConfigError, match=r"nowhere\.jsonl does not exist"):
         read_examples(tmp_path / "nowhere.jsonl")
+    with pytest.raises(DataError, match="cannot be read"):
+        read_examples(tmp_path)
 
 
 def test_a_line_ends_at_a_newline_only(tmp_path):

@@ -11,6 +11,7 @@ import torch
 from gradsync.data.inputs import InputOptions
 from gradsync.data.prepare import PrepareOptions, prepare
 from gradsync.errors import CheckpointError, ConfigError, DataError, NonFiniteError
+from gradsync.observe.progress import Course, smoothed
 from gradsync.train import job
 from gradsync.train.build import build, check_same_data
 from gradsync.train.checkpoint import list_checkpoints
@@ -121,6 +122,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_its_steps_are_taken_again(folde
     train(replace(broken, resume=True, stop_after=None), view=view)
     assert any("damaged checkpoint passed over" in note for note in view.notes)
     assert losses(broken) == losses(straight)
+    assert view.course == Course(3, 6, 128, smoothed(losses(straight)[:3])), "what is shown goes on from there"
 
 
 def test_a_request_to_stop_ends_the_run_after_the_step_with_a_checkpoint(folder):
@@ -178,7 +180,7 @@ def test_another_text_is_not_gone_on_with(folder):
 
 @pytest.mark.parametrize(
     ("text", "error", "message"),
-    [("", DataError, "empty"), ("too short", DataError, "shorter than one step"), (None, DataError, "no such file")],
+    [("", DataError, "empty"), ("too short", DataError, "shorter than one step"), (None, ConfigError, "no such file")],
 )
 def test_bad_text_is_refused_before_anything_is_written(folder, text, error, message):
     path = folder / "text.txt"
@@ -191,7 +193,7 @@ def test_bad_text_is_refused_before_anything_is_written(folder, text, error, mes
 
 def test_an_error_of_one_rank_is_raised_on_all(folder, ranks):
     outcomes = ranks.run_expecting(_other_text_on_last_rank, options_for(folder))
-    assert [outcome.type_name for outcome in outcomes] == ["DataError", "DataError"]
+    assert [outcome.type_name for outcome in outcomes] == ["ConfigError", "ConfigError"]
     assert "rank 1: no such file" in outcomes[0].text
     assert not (folder / "run").exists()
 
@@ -258,7 +260,7 @@ def test_a_trained_model_can_be_taken_from_its_run(folder):
     assert best.facts["val_loss"] <= outcome.val_loss
     with pytest.raises(ConfigError, match="is not a run folder"):
         load_trained(folder / "nowhere", "newest", "cpu")
-    with pytest.raises(CheckpointError, match="is not a run folder"):
+    with pytest.raises(ConfigError, match="is not a run folder"):
         load_trained(folder, "newest", "cpu")
 
 

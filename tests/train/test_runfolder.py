@@ -61,8 +61,10 @@ def test_a_resumed_run_may_use_other_hardware(tmp_path):
 
 
 def test_a_folder_that_holds_no_run_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match="is not a run folder"):
+    with pytest.raises(ConfigError, match=r"is not a run folder: it holds no config\.yaml"):
         read_config(tmp_path)
+    with pytest.raises(ConfigError, match="is not a run folder: there is no such folder"):
+        read_config(tmp_path / "nowhere")
     (tmp_path / "config.yaml").write_text("[")
     with pytest.raises(CheckpointError, match="is damaged"):
         read_config(tmp_path)

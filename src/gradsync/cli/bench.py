@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradsync.cli.local_ranks import run_ranks
-from gradsync.cli.options import new_parser
+from gradsync.cli.options import Parser, check_can_be_written, new_parser
 from gradsync.comm.launchers import adopt
 from gradsync.errors import ConfigError
 
@@ -62,13 +62,20 @@ def _main(arguments: Sequence[str]) -> int:
         "time every contestant in processes of its own, started anew in each round, so that large models do not "
         "compete for memory; always done for gpt-small and gpt2",
     )
-    given = parser.parse_args(list(arguments))
+    given = _given(parser, arguments)
     results = []
     for workload in _chosen_workloads(given):
         results.append(_bench_one(workload, given))
         _print_table(results[-1])
     _write_json(given.json, {"workloads": [r.as_json() for r in results]})
     return 0
+
+
+def _given(parser: Parser, arguments: Sequence[str]) -> Any:
+    given = parser.parse_args(list(arguments))
+    if _speaks():
+        check_can_be_written("--json", given.json)
+    return given
 
 
 def _speaks() -> bool:
@@ -248,7 +255,7 @@ def _main_collectives(arguments: Sequence[str]) -> int:
     parser = new_parser("bench collectives", "Time single collectives over sizes from 1 KiB to 256 MiB.")
     _add_common(parser)
     parser.option("--max-mib", float, 256.0, "largest size in MiB")
-    given = parser.parse_args(list(arguments))
+    given = _given(parser, arguments)
     from gradsync.bench.collectives import MIB, OPERATIONS, SIZES
     from gradsync.bench.job import CollectivesJob, run_collectives
 
@@ -273,7 +280,7 @@ def _main_recording(arguments: Sequence[str]) -> int:
     )
     parser.option("--workload", str, "mlp", f"which: {', '.join(_WORKLOADS)}")
     _add_common(parser)
-    given = parser.parse_args(list(arguments))
+    given = _given(parser, arguments)
     if given.workload not in _WORKLOADS:
         raise ConfigError(f"--workload {given.workload!r} is unknown; there are {', '.join(_WORKLOADS)}")
     from gradsync.bench.job import RecordingJob, run_recording

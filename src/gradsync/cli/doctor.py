@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradsync.cli.main import EXIT_FAILED
-from gradsync.cli.options import new_parser
+from gradsync.cli.options import check_can_be_written, new_parser
 from gradsync.comm.launchers import adopt
 from gradsync.errors import ConfigError
 from gradsync.observe.terminal import say
@@ -33,6 +33,8 @@ def main(arguments: Sequence[str]) -> int:
     if given.nproc < 1 or given.timeout <= 0:
         raise ConfigError("--nproc must be at least 1, and --timeout more than 0")
     place = adopt(os.environ)
+    if place is None or place.rank == 0:
+        check_can_be_written("--json", given.json)
     diagnosis = _of_this_machine(given) if place is None else _with_the_others(given)
     if place is None or place.rank == 0 or not diagnosis.ways:
         _tell(diagnosis, None if place is None or diagnosis.ways else place.rank)

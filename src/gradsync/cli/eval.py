@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gradsync.cli.options import new_parser
-from gradsync.errors import ConfigError
+from gradsync.errors import ConfigError, DataError
 from gradsync.observe.terminal import say
 
 if TYPE_CHECKING:
@@ -86,6 +86,8 @@ def _text(trained: "Trained", options: Any) -> _Text:
 
     is_own = options.data is None
     data = saved_option(trained.run, "data", str) if is_own else options.data
+    if is_own and data != "stdlib" and not Path(data).exists():
+        raise DataError(f"{trained.run} was trained on {data}, which is not here; name the text with --data")
     is_whole = not is_own and data != "stdlib" and not (Path(data) / MANIFEST).is_file()
     fraction = 0.0 if is_whole else saved_option(trained.run, "val_fraction", float)
     corpus = load_corpus(data, trained.tokenizer.name, fraction)

@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 import threading
+from multiprocessing import util
 from pathlib import Path
 
 from gradsync.cli.failures import describe, keep_trace
@@ -66,7 +67,8 @@ class _Listener(threading.Thread):
             reason = StopReason.INTERRUPT if number == signal.SIGINT else StopReason.TERMINATE
             if reason is StopReason.INTERRUPT and self._reason is StopReason.INTERRUPT:
                 print("ended at once, without a checkpoint of this step", file=lasting(sys.stderr), flush=True)
-                shutil.rmtree(self._control, ignore_errors=True)
+                for folder in (self._control, util.get_temp_dir()):  # what leaving in the usual way would remove
+                    shutil.rmtree(folder, ignore_errors=True)
                 os._exit(EXIT_INTERRUPTED)  # the ranks die with us
             if reason > self._reason:
                 self._reason = reason

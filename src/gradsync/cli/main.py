@@ -87,10 +87,15 @@ def _refuse(name: str, error: GradsyncError) -> int:
 def _help_text() -> str:
     lines = ["usage: gradsync COMMAND [options]", "", __doc_line__, "", "commands:"]
     lines += [f"  {name:<10} {summary}" for name, (_, summary) in COMMANDS.items()]
-    return "\n".join([*lines, "", "'gradsync COMMAND --help' tells the options of a command"])
+    lines += ["", "'gradsync COMMAND --help' tells the options of a command", "", *_EXIT_CODES]
+    return "\n".join(lines)
 
 
 __doc_line__ = "Distributed data-parallel training for PyTorch in plain Python."
+_EXIT_CODES = (
+    "exit codes: 0 done; 1 failed; 2 wrong usage, such as an unknown option or a path that does not exist;",
+    "130 interrupted and 143 terminated, once everything is saved",
+)
 
 
 if __name__ == "__main__":

@@ -80,6 +80,20 @@ def nearest(given: str, known: Sequence[str]) -> str:
     return f"unknown option {name}" + (f"; did you mean {near[0]}?" if near else "")
 
 
+def check_can_be_written(option: str, path: str | None) -> None:
+    """Check, before work is done whose result goes there, that a file has a folder to lie in.
+
+    Raises:
+        ConfigError: it has none, or is a folder itself.
+    """
+    if path is None:
+        return
+    if not Path(path).resolve().parent.is_dir():
+        raise ConfigError(f"{option} {path} cannot be written: there is no such folder")
+    if Path(path).is_dir():
+        raise ConfigError(f"{option} {path} cannot be written: it is a folder; name a file")
+
+
 def add_config_options(parser: Parser) -> None:
     """Add an option for every field of ``TrainConfig``, in its groups."""
     types = get_type_hints(TrainConfig)

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradsync.cli.options import new_parser
+from gradsync.cli.options import check_can_be_written, new_parser
 from gradsync.errors import ConfigError
 from gradsync.observe.page import read_run, render
 from gradsync.observe.terminal import say
@@ -19,6 +19,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("runs", type=str, nargs="+", help="run folders")
     parser.option("--out", str | None, None, "file to write (default: report.html in the first run folder)")
     options = parser.parse_args(list(arguments))
+    check_can_be_written("--out", options.out)
     folders = [Path(run) for run in options.runs]
     names = short_names(folders)
     runs = [read_run(folder, name, read_config(folder)) for folder, name in zip(folders, names, strict=True)]

@@ -20,14 +20,22 @@ _SAVING = re.compile(r" in \w*(save|checkpoint)\w*|serialization\.py", re.IGNORE
 
 
 def diagnose(
-    members: Sequence[int], places: Mapping[int, Place], left: Sequence[int], limit_s: float, asker: int
+    members: Sequence[int],
+    places: Mapping[int, Place],
+    left: Sequence[int],
+    limit_s: float,
+    asker: int,
+    is_of_several_groups: bool = False,
 ) -> str:
-    """Return what to tell all ranks: who waits, where every rank is, who is the odd one, and what is likely."""
+    """Return what to tell all ranks: who waits, where every rank is, who is the odd one, and what is likely.
+
+    ``is_of_several_groups``: the ranks wait in different groups, so in which collective and pass they do says nothing.
+    """
     mine = places.get(asker)
     waited_s = limit_s if mine is None or mine.waited_s is None else mine.waited_s
     lines = [f"rank {asker} has waited {waited_s:.1f} s for other ranks, and the soft limit is {limit_s:g} s"]
     lines += [f"  rank {rank}: {_describe(places.get(rank), rank in left)}" for rank in members]
-    odd, cause = odd_ones(members, places, left)
+    odd, cause = odd_ones(members, places, left, is_of_several_groups)
     if odd:
         lines.append(f"the odd one out is {name_of(odd)}: {cause}")
     else:
@@ -36,7 +44,9 @@ def diagnose(
     return "\n".join(lines)
 
 
-def odd_ones(members: Sequence[int], places: Mapping[int, Place], left: Sequence[int]) -> tuple[list[int], str]:
+def odd_ones(
+    members: Sequence[int], places: Mapping[int, Place], left: Sequence[int], is_of_several_groups: bool = False
+) -> tuple[list[int], str]:
     """Return the ranks that are not where the others are, and the likely cause with its cure."""
     gone = [rank for rank in members if rank in left]
     if gone:
@@ -54,9 +64,9 @@ def odd_ones(members: Sequence[int], places: Mapping[int, Place], left: Sequence
     if elsewhere and len(elsewhere) < len(members):
         return elsewhere, _cause_of(places[elsewhere[0]])
     alone = [rank for rank in members if places[rank].collective]
-    if alone and len(alone) < len(members):
+    if alone and len(alone) < len(members) and not is_of_several_groups:
         return alone, _cause_of(places[alone[0]])
-    return _unlike_the_others(members, places)
+    return _unlike_the_others(members, places, is_of_several_groups)
 
 
 def name_of(ranks: Sequence[int]) -> str:
@@ -64,12 +74,17 @@ def name_of(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _unlike_the_others(members: Sequence[int], places: Mapping[int, Place]) -> tuple[list[int], str]:
-    for what, of in (
-        ("", {rank: places[rank].loop for rank in members}),
+def _unlike_the_others(
+    members: Sequence[int], places: Mapping[int, Place], is_of_several_groups: bool
+) -> tuple[list[int], str]:
+    of_engine = (
         ("pass", {rank: places[rank].step for rank in members}),
         ("phase", {rank: places[rank].phase for rank in members}),
         ("bucket", {rank: places[rank].bucket for rank in members}),
+    )
+    for what, of in (
+        ("", {rank: places[rank].loop for rank in members}),
+        *(() if is_of_several_groups else of_engine),
     ):
         counts = Counter(of.values())
         if len(counts) > 1:
@@ -81,7 +96,7 @@ def _unlike_the_others(members: Sequence[int], places: Mapping[int, Place]) -> t
                 f"before a collective; every rank must run the same number of synchronised backwards (uneven inputs: "
                 f"ddp.join())"
             )
-    if all(places[rank].collective for rank in members):
+    if is_of_several_groups or all(places[rank].collective for rank in members):
         return [], (
             "all ranks wait in collectives, so none of them is late: they have not issued the same ones (compare the "
             "stacks), or the network between them or the process group's backend has failed"

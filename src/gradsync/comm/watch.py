@@ -14,6 +14,10 @@ exchange, and is held against nobody who gets on: it is only useless if a rank h
 or does not answer. It is minded where somebody can end it, so with ``when_stuck`` alone; elsewhere the users' own
 barriers may last as they like, and are merely named.
 
+[Note: Parts of the world] Whoever waits in a group that is a part of the world (replicas of one stage of a pipeline)
+asks its members first. If one of them waits in a collective of another group, the rank that keeps all of them is
+perhaps none of the members, so then everybody is asked.
+
 [Note: A store that is silent] Its calls know no time limit, and whoever serves it may be stopped, or be a host that is
 gone. So a second thread looks whether the first one is still in the same call; it counts its own looks rather than the
 time, since this process may have been stopped itself. Without the store nobody can be asked: a wait beyond the limit is
@@ -369,9 +373,29 @@ class Watch:
             self._unspoken[number] = time.monotonic()
 
     def _inquire(self, waiting: "Wait") -> None:
-        """Ask where all are; the first one to have asked says to all what was found."""
+        """Ask where all are; the first one to have asked says to all what was found. See [Note: Parts of the world]."""
         since_s = waiting.since_s
-        members = waiting.members
+        members: Sequence[int] = waiting.members
+        places = self._ask(members, waiting)
+        if len(places) == len(members) < self.world and any(place.collective for place in places.values()):
+            members = range(self.world)
+            places = self._ask(members, waiting)
+        self._look_at_oneself()
+        if self._wait_of_now() is not waiting or waiting.since_s != since_s or self.error is not None:
+            return  # it has got on meanwhile, or somebody else was quicker
+        if len(places) == len(members):
+            patience_s = self._patience_with(places, waiting)
+            if patience_s > 0:
+                waiting.patient_until_s = time.monotonic() + patience_s
+                return
+        is_wider = len(members) > len(waiting.members)
+        text = diagnose(members, places, sorted(self._left), waiting.limit_s, self.rank, is_wider)
+        self._ledger.post(Event("verdict", self.rank, text, members=tuple(members)))
+        for other, event in self._ledger.new_events():
+            self._take(other, event)
+
+    def _ask(self, members: Sequence[int], waiting: "Wait") -> dict[int, Place]:
+        """Return the places of the ranks that answer in time."""
         awaited = [rank for rank in members if rank not in self._left]
         number = self._ledger.post(Event("inquiry", self.rank, members=tuple(members)))
         until = time.monotonic() + max(_ANSWER_S, waiting.limit_s / _ANSWERS_IN_LIMIT)
@@ -381,18 +405,7 @@ class Watch:
                 self._take(other, event)
             places = self._ledger.answers(number, awaited)
             time.sleep(_HURRY_S)
-        self._look_at_oneself()
-        if self._wait_of_now() is not waiting or waiting.since_s != since_s or self.error is not None:
-            return  # it has got on meanwhile, or somebody else was quicker
-        if len(places) == len(members):
-            patience_s = self._patience_with(places, waiting)
-            if patience_s > 0:
-                waiting.patient_until_s = time.monotonic() + patience_s
-                return
-        text = diagnose(members, places, sorted(self._left), waiting.limit_s, self.rank)
-        self._ledger.post(Event("verdict", self.rank, text, members=tuple(members)))
-        for other, event in self._ledger.new_events():
-            self._take(other, event)
+        return places
 
     @staticmethod
     def _patience_with(places: Mapping[int, Place], waiting: "Wait") -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import os
 import sysconfig
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +38,7 @@ class Intake:
         if self.replaced:
             notes.append(f"what UTF-8 cannot say became U+FFFD in {_some_of(self.replaced)}")
         if self.binary:
-            notes.append(f"left out as binary: {_some_of(self.binary)}")
+            notes.append(f"left out as binary: {_by_kind(self.binary)}")
         return notes
 
 
@@ -171,6 +172,15 @@ def _walk_unordered(folder: Path, skip: set[str], leave_out: Path | None) -> Ite
 
 def _fail_to_list(error: OSError) -> None:
     raise DataError(f"cannot read the folder {error.filename}: {error.strerror}") from error
+
+
+def _by_kind(names: list[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    kinds = Counter(Path(name).suffix for name in names)
+    told = [f"{number} {kind or 'without a suffix'}" for kind, number in kinds.most_common(3)]
+    others = len(names) - sum(number for _, number in kinds.most_common(3))
+    return f"{len(names)} files ({', '.join(told + ([f'{others} others'] if others else []))})"
 
 
 def _some_of(names: list[str]) -> str:

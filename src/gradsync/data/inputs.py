@@ -182,7 +182,7 @@ def _paths_of(given: str, leave_out: Path | None) -> tuple[Path, list[Path]]:
     if path.is_dir():
         return path, text_files(path, leave_out)
     if not path.exists():
-        raise DataError(
+        raise ConfigError(
             f"no such file or folder: {given}; give text files, .jsonl or .parquet files, folders of them, "
             f"or {STDLIB!r} for the sources of Python's standard library"
         )

@@ -82,7 +82,7 @@ def prepare(options: PrepareOptions, report: Callable[[PrepareProgress], None] =
 
     Raises:
         DataError: the inputs cannot be read, or the folder cannot be written.
-        ConfigError: the folder holds something else, or another process is at work in it.
+        ConfigError: an input does not exist, the folder holds something else, or another process is at work in it.
     """
     inputs = Inputs(options.inputs, leave_out=options.out)
     source = describe_source(options, inputs)

@@ -146,13 +146,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         return ByteTokenizer()
     if name == "gpt2":
         return GPT2Tokenizer()
-    path = Path(name)
-    if not path.is_file():
-        raise ConfigError(
-            f"unknown tokenizer {name!r}: neither 'bytes' nor 'gpt2', and no such file; "
-            f"give one of the two names or the path of a JSON file of the tokenizers library"
-        )
-    return FileTokenizer(path)
+    return FileTokenizer(_file_of(name))
 
 
 def encodable(text: str) -> str:
@@ -166,8 +160,17 @@ def encodable(text: str) -> str:
 
 def tokenizer_fingerprint(name: str) -> str:
     """What tells tokenizers apart: the name, or the content of a file wherever it lies."""
+    return name if name in NAMED_TOKENIZERS else f"file:{zlib.crc32(_file_of(name).read_bytes()):08x}"
+
+
+def _file_of(name: str) -> Path:
     path = Path(name)
-    return f"file:{zlib.crc32(path.read_bytes()):08x}" if path.is_file() else name
+    if not path.is_file():
+        raise ConfigError(
+            f"unknown tokenizer {name!r}: neither 'bytes' nor 'gpt2', and no such file; "
+            f"give one of the two names or the path of a JSON file of the tokenizers library"
+        )
+    return path
 
 
 class _ByteStreamDecoder:

@@ -7,7 +7,7 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -160,6 +160,14 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     for record in read_objects(path):
         if isinstance(record.get("step"), int):
             yield record
+
+
+def losses_of(records: Iterable[dict[str, Any]]) -> Iterator[float]:
+    """Yield the losses of the steps that were not skipped."""
+    for record in records:
+        loss = record.get("loss")
+        if isinstance(loss, int | float) and not record.get("skipped"):
+            yield loss
 
 
 def read_objects(path: Path) -> Iterator[dict[str, Any]]:

@@ -7,7 +7,8 @@ goes to the stream given (standard error, in the commands); results are not prog
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import IO, Any, Literal, Protocol
 
 from gradsync.observe.records import StepRecord
@@ -20,11 +21,22 @@ _SMOOTHING = 0.9
 _REFRESH_S = 0.2
 
 
+@dataclass(frozen=True)
+class Course:
+    """What lies before a start of a run, which has ``step`` of its steps behind it already."""
+
+    step: int
+    total_steps: int
+    tokens_per_step: int
+    smoothed_loss: float | None = None
+    """Of the steps taken before."""
+
+
 class View(Protocol):
     """What a training run tells while it goes on."""
 
-    def begin(self, step: int, total_steps: int) -> None:
-        """Start showing a run that has ``step`` of its steps behind it."""
+    def begin(self, course: Course) -> None:
+        """Start showing a run."""
 
     def step(self, record: StepRecord, memory_bytes: int) -> None:
         """Show a finished step."""
@@ -36,10 +48,13 @@ class View(Protocol):
         """Leave the terminal as it was."""
 
 
+_NOWHERE = Course(0, 0, 0)
+
+
 class Silent:
     """Shows nothing: the view of every rank but the first, and of ``--progress none``."""
 
-    def begin(self, step: int, total_steps: int) -> None:
+    def begin(self, course: Course) -> None:
         """Show nothing."""
 
     def step(self, record: StepRecord, memory_bytes: int) -> None:
@@ -53,31 +68,46 @@ class Silent:
 
 
 class Pace:
-    """Smoothed loss and time left, from the records and a clock."""
+    """Smoothed loss, smoothed speed, and the time left at that speed, from the records and a clock."""
 
-    def __init__(self, step: int, total_steps: int, clock: Clock) -> None:
-        self.total_steps = total_steps
-        self.smoothed_loss: float | None = None
+    def __init__(self, course: Course, clock: Clock) -> None:
+        self.total_steps = course.total_steps
+        self.smoothed_loss = course.smoothed_loss
+        self._tokens_per_step = course.tokens_per_step
         self._clock = clock
         self._last_s = clock()
         self._step_s: float | None = None
+        self._pauses_s = 0.0
         self._num_updates = 0
-        self._step = step
+        self._step = course.step
 
     def update(self, record: StepRecord) -> None:
-        """Take in a finished step; evaluations and checkpoints between steps count as time of the run."""
+        """Take in a finished step, and what came between it and the one before."""
         now = self._clock()
+        step_s = self._tokens_per_step / record.tokens_per_s
+        self._pauses_s += max(now - self._last_s - step_s, 0.0)
         # The first step warms up (and may compile), so it says nothing about those to come.
-        self._step_s = now - self._last_s if self._num_updates < 2 else _blend(self._step_s, now - self._last_s)
+        self._step_s = step_s if self._num_updates < 2 else _blend(self._step_s, step_s)
         self._num_updates += 1
         self._last_s, self._step = now, record.step
         if not record.skipped:
             self.smoothed_loss = _blend(self.smoothed_loss, record.loss)
 
     @property
+    def tokens_per_s(self) -> float:
+        """Tokens of the latest steps by the time that they took."""
+        return self._tokens_per_step / self._step_s if self._step_s else 0.0
+
+    @property
     def left_s(self) -> float:
-        """Seconds to the end at the present pace."""
-        return (self._step_s or 0.0) * (self.total_steps - self._step)
+        """Seconds to the end: the steps at the present speed, with as much between them as there was until now.
+
+        Evaluations and checkpoints are rare and long: counted as part of the latest steps they would make the
+        time left leap with each one.
+        """
+        if self._step_s is None:
+            return 0.0
+        return (self._step_s + self._pauses_s / self._num_updates) * (self.total_steps - self._step)
 
 
 class Plain:
@@ -87,12 +117,12 @@ class Plain:
         self._stream = stream
         self._every = every
         self._clock = clock
-        self._pace = Pace(0, 0, clock)
+        self._pace = Pace(_NOWHERE, clock)
         self._is_first = True
 
-    def begin(self, step: int, total_steps: int) -> None:
+    def begin(self, course: Course) -> None:
         """Start counting."""
-        self._pace = Pace(step, total_steps, self._clock)
+        self._pace = Pace(course, self._clock)
         self._is_first = True
 
     def step(self, record: StepRecord, memory_bytes: int) -> None:
@@ -133,13 +163,13 @@ class Live:
             transient=False,
         )
         self._task = self._progress.add_task("starting", total=None)
-        self._pace = Pace(0, 0, clock)
+        self._pace = Pace(_NOWHERE, clock)
         self._drawn_s = float("-inf")
 
-    def begin(self, step: int, total_steps: int) -> None:
+    def begin(self, course: Course) -> None:
         """Draw the bar."""
-        self._pace = Pace(step, total_steps, self._clock)
-        self._progress.update(self._task, total=total_steps, completed=step)
+        self._pace = Pace(course, self._clock)
+        self._progress.update(self._task, total=course.total_steps, completed=course.step)
         self._progress.start()
 
     def step(self, record: StepRecord, memory_bytes: int) -> None:
@@ -186,8 +216,8 @@ def describe(record: StepRecord, pace: Pace, memory_bytes: int) -> list[str]:
     parts += [
         f"lr {record.lr:.2e}",
         f"norm {record.grad_norm:.2f}",
-        f"{record.tokens_per_s:,.0f} tokens/s",
-        *([] if record.mfu is None else [f"mfu {record.mfu:.0%}"]),
+        f"{pace.tokens_per_s:,.0f} tokens/s",
+        *([] if record.mfu is None else [f"mfu {record.mfu * pace.tokens_per_s / record.tokens_per_s:.0%}"]),
         f"{format_duration(pace.left_s)} left",
         f"{memory_bytes / 2**20:,.0f} MiB",
     ]
@@ -203,6 +233,14 @@ def format_duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes}m{rest:02d}s"
     return f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+def smoothed(losses: Iterable[float]) -> float | None:
+    """Return what the smoothed loss is after these."""
+    found: float | None = None
+    for loss in losses:
+        found = _blend(found, loss)
+    return found
 
 
 def _blend(old: float | None, new: float) -> float:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradsync.data.tokenizer import Tokenizer
-from gradsync.errors import DataError
+from gradsync.errors import ConfigError, DataError
 from gradsync.parallel.replica import Replica
 from gradsync.train.evaluate import IGNORED_TARGET, in_evaluation
 from gradsync.train.ranks import Ranks
@@ -46,10 +46,13 @@ def read_examples(path: Path) -> list[Example]:
     """Read a file of examples.
 
     Raises:
-        DataError: the file is missing, holds none, or a line isn't one; the line is named.
+        ConfigError: there is no such file.
+        DataError: the file cannot be read, holds none, or a line isn't one; the line is named.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # other line separators may stand in a text
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path} does not exist; give a file of examples as JSON lines") from error
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     examples = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]

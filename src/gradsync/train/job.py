@@ -19,9 +19,9 @@ from gradsync.comm.watch import excused, explaining
 from gradsync.data.loader import evaluation_batches
 from gradsync.errors import CheckpointError, NonFiniteError
 from gradsync.observe.memory import resident_bytes
-from gradsync.observe.metrics import Forgiving, Sink, forget_after, open_sinks
+from gradsync.observe.metrics import Forgiving, Sink, forget_after, losses_of, open_sinks, read_metrics
 from gradsync.observe.peaks import peak_flops
-from gradsync.observe.progress import View
+from gradsync.observe.progress import Course, View, smoothed
 from gradsync.observe.records import StepRecord
 from gradsync.train.assemble import Assembly, assemble, remarks
 from gradsync.train.background import BackgroundWriter
@@ -91,9 +91,10 @@ class Job:
             self._place.ranks, self._assembly.replica, self._phases, self._config, self._folder.path, self.note
         )
         step = self._restore() if self._config.resume else 0
-        together(self._place.ranks, lambda: self._open_records(step))
+        smoothed_loss = together(self._place.ranks, lambda: self._open_records(step))
         self._announce()
-        self._place.view.begin(step, self._config.steps)
+        tokens_per_step = self._material.plan.tokens_per_step
+        self._place.view.begin(Course(step, self._config.steps, tokens_per_step, smoothed_loss))
         try:
             with explaining():
                 outcome = Trainer(self._config, self._parts(), self, step).run()
@@ -238,10 +239,13 @@ class Job:
         material.loader.load_state_dict(checkpoint.fact("loader", dict))
         return checkpoint.step
 
-    def _open_records(self, step: int) -> None:
+    def _open_records(self, step: int) -> float | None:
+        """Begin to keep records, on rank 0; returns the smoothed loss of the steps that were taken before."""
         if self._place.ranks.rank != 0:
-            return
-        forget_after(self._folder.metrics_file, step)
+            return None
+        metrics = self._folder.metrics_file
+        forget_after(metrics, step)
+        smoothed_loss = smoothed(losses_of(read_metrics(metrics)))
         config = self._config
         sinks = open_sinks(self._folder.path, config.tensorboard, config.wandb, asdict(config))
         self._sinks = [Forgiving(sink, self.note) for sink in sinks]
@@ -262,6 +266,7 @@ class Job:
                 "gradsync": __version__,
             }
         )
+        return smoothed_loss
 
     def _announce(self) -> None:
         corpus, plan, degrees = self._material.corpus, self._material.plan, self._material.wanted.degrees

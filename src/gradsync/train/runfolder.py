@@ -127,14 +127,18 @@ def read_config(path: Path) -> dict[str, Any]:
     """Return the options that a run folder was made with.
 
     Raises:
-        CheckpointError: it isn't a run folder.
+        ConfigError: it isn't a run folder.
+        CheckpointError: what it holds cannot be read, or is damaged.
     """
     try:
         options = yaml.safe_load(RunFolder(path).config_file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} is not a run folder: its config.yaml cannot be read ({error.strerror})"
+    except (FileNotFoundError, NotADirectoryError) as error:
+        what = "it holds no config.yaml" if path.is_dir() else "there is no such folder"
+        raise ConfigError(
+            f"{path} is not a run folder: {what}; give the folder that gradsync train was given with --run"
         ) from error
+    except OSError as error:
+        raise CheckpointError(f"{path / 'config.yaml'} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path / 'config.yaml'} is damaged: {' '.join(str(error).split())}") from error
     if not isinstance(options, dict):
@@ -151,7 +155,8 @@ def saved_option(path: Path, name: str, kind: type[T]) -> T:
     """Return one of the options that a run folder was made with.
 
     Raises:
-        CheckpointError: it isn't a run folder, or the option is missing or of another kind.
+        ConfigError: it isn't a run folder.
+        CheckpointError: the option is missing or of another kind.
     """
     value = read_config(path).get(name)
     if not isinstance(value, kind):

@@ -47,7 +47,8 @@ def load_trained(path: Path, which: Which, device: str) -> Trained:
     """Load a run's newest intact or best checkpoint, or the very checkpoint that ``path`` names.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        ConfigError: the path is no run folder, or the device is not there.
+        CheckpointError: there is no checkpoint, or it is damaged.
     """
     checkpoint = _find(path, which)
     place = _place(device)
@@ -62,8 +63,6 @@ def _find(path: Path, which: Which) -> Checkpoint:
         checkpoint = open_checkpoint(path)
         checkpoint.verify()
         return checkpoint
-    if not path.is_dir():
-        raise ConfigError(f"{path} is not a run folder; give the folder that gradsync train was given with --run")
     read_config(path)
     complaints: list[str] = []
     folder = RunFolder(path).checkpoints
