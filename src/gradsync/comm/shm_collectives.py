@@ -274,6 +274,8 @@ class StreamExchange(Collective):
     def _arrived(self, peer: int, offset: int, length: int) -> None:
         inflow = self._inflows[peer]
         inflow.announce(offset, length)
+        if not length:
+            return
         if self._exchange.reduced is None:
             self._copy(peer, inflow)
         else:
