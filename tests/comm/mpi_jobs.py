@@ -13,7 +13,9 @@ import torch.distributed as dist
 from shm_jobs import assert_close, averaged, batch, make_model, new_group, shm_group, train
 
 import gradsync
+from gradsync.comm import private
 from gradsync.comm.mpi_group import MpiGroup
+from gradsync.comm.watch import set_soft_limit
 from gradsync.errors import BackendError, StalledError
 
 
@@ -88,6 +90,23 @@ def elsewhere(rank: int, world: int) -> None:
             dist.barrier(group)
         else:
             dist.reduce(torch.ones(1_000_000), 1, group=group)
+
+
+def late_to_a_private_group(rank: int, world: int) -> None:
+    set_soft_limit(0.5)
+    if rank == world - 1:
+        private._new_group = lambda *_: time.sleep(2.5)  # type: ignore[assignment,return-value,func-returns-value]
+    with pytest.raises(StalledError, match=f"the odd one out is rank {world - 1}: it is busy elsewhere"):
+        gradsync.DistributedDataParallel(make_model())
+
+
+def message_of_a_group_that_is_given_up(rank: int, world: int) -> None:
+    group = hurried_group(timeout_s=60.0)
+    if rank == 0:
+        work = dist.irecv(torch.ones(3), 1, group)
+        group.give_up(StalledError("the others do not come"))
+        with pytest.raises(BackendError, match="the others do not come"):
+            work.wait()
 
 
 def aborted(rank: int, world: int) -> None:

@@ -65,6 +65,8 @@ _ON_THREE = [
     "test_shm_async:from_anybody",
     "mpi_jobs:gradsync_ddp",
     *(f"mpi_jobs:{name}" for name in ("late", "given_up", "elsewhere", "aborted", "message_nobody_sends")),
+    "mpi_jobs:message_of_a_group_that_is_given_up",
+    "mpi_jobs:late_to_a_private_group",
 ]
 
 needs_mpi = pytest.mark.skipif(

@@ -18,7 +18,6 @@ _torch: Any = dist
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(roll_call, "_calls", iter([0] * 10))  # one call, answered by several ranks of one process
     monkeypatch.setattr(roll_call, "_LAST_TO_LEAVE_S", 0.0)
     return serve_store("127.0.0.1", 0, 4, timedelta(seconds=5))
 

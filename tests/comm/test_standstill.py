@@ -13,8 +13,9 @@ import torch
 
 from gradsync.comm import standstill
 from gradsync.comm.ledger import Place
+from gradsync.comm.other_wait import OtherWait
 from gradsync.comm.standstill import Standstill, is_in_collective, stack_of
-from gradsync.comm.watch import OtherWait, Watch
+from gradsync.comm.watch import Watch
 
 _SOURCE = """
 def all_reduce(gate):
@@ -128,5 +129,5 @@ WAITS = Place(0, "", waited_s=9.0, collective="recv", still_s=9.0)
     ],
 )
 def test_patience_with_whoever_gets_on_or_has_an_excuse(other: Place, patience_s: float) -> None:
-    wait = OtherWait(0.0, [0, 1], 3.0)
+    wait = OtherWait(0.0, 3.0, is_strict=True)
     assert Watch._patience_with({0: WAITS, 1: other}, wait) == patience_s

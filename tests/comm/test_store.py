@@ -31,13 +31,11 @@ def test_it_listens_on_the_chosen_address_alone(address: str) -> None:
 @pytest.mark.parametrize("address", own_addresses())
 def test_rank_0_listens_where_master_addr_says(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
-    monkeypatch.setenv("MASTER_ADDR", address)
-    monkeypatch.setenv("MASTER_PORT", str(port))
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     before = addresses([os.getpid()])
-    store = open_store(0, 2, LIMIT)
+    store = open_store(address, port, 0, 2, LIMIT)
     assert addresses([os.getpid()]) - before == {(address, port)}
-    other = open_store(1, 2, LIMIT)
+    other = open_store(address, port, 1, 2, LIMIT)
     other.set("key", "value")
     assert store.get("key") == b"value"
 

@@ -14,11 +14,11 @@ from gradsync.comm import private
 from gradsync.comm.groups import exchange_text
 from gradsync.comm.waits import FutureEnd, waits_of
 from gradsync.comm.watch import set_soft_limit
-from gradsync.ddp import tuned_plan
+from gradsync.ddp import recording, tuned_plan
 from rank_pool import RankJobError
 
-LIMIT_S = 0.5
-LATE_S = 2.0
+LIMIT_S = 1.0
+LATE_S = 3.0
 
 
 class LateError(Exception):
@@ -88,8 +88,54 @@ def making_a_group(is_late: bool) -> None:
     wrapped()
 
 
+def normalised(is_late: bool, late_in: str) -> None:
+    ddp = gradsync.DistributedDataParallel(nn.SyncBatchNorm(4), soft_limit_s=LIMIT_S)
+    if is_late and late_in == "backward":
+        ddp.module.register_forward_hook(be_late)
+    if is_late and late_in == "forward":
+        be_late()
+    backward(ddp)
+
+
+def statistics_of_all(is_late: bool) -> None:
+    normalised(is_late, "forward")
+
+
+def sums_of_all_in_backward(is_late: bool) -> None:
+    normalised(is_late, "backward")
+
+
+def batches_of_the_others(is_late: bool) -> None:
+    ddp = wrapped()
+    with ddp.join():
+        for _ in range(3 if is_late else 1):
+            backward(ddp)
+        if is_late:
+            be_late()
+
+
+def clocks_of_a_profile(is_late: bool) -> None:
+    ddp = wrapped()
+    if is_late:
+        recording.clock_offset = be_late  # type: ignore[assignment]
+    with gradsync.profile(ddp, steps=1):
+        backward(ddp)
+
+
 @pytest.mark.parametrize(
-    "wait", [gather_of_zero, norm_of_zero, tuned_buckets, mean_of_buffers, gradients_by_hand, making_a_group]
+    "wait",
+    [
+        gather_of_zero,
+        norm_of_zero,
+        tuned_buckets,
+        mean_of_buffers,
+        gradients_by_hand,
+        making_a_group,
+        statistics_of_all,
+        sums_of_all_in_backward,
+        batches_of_the_others,
+        clocks_of_a_profile,
+    ],
 )
 def test_a_rank_that_does_not_come_is_named(ranks: Any, wait: Callable[[bool], None]) -> None:
     with pytest.raises(RankJobError) as caught:

@@ -140,12 +140,12 @@ def _continue_stopped(alive: list[BaseProcess], after_s: float, is_awaited: bool
 
 
 def _start(task: Assignment) -> BaseProcess:
-    process = _context().Process(target=fault_rank.main, args=(task,), daemon=True)
+    process = context().Process(target=fault_rank.main, args=(task,), daemon=True)
     process.start()
     return process
 
 
-def _context() -> Any:
+def context() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["torch", "torch.distributed", "torch.nn.parallel", "gradsync.train.job", "injector"]
@@ -163,7 +163,7 @@ def _store(world: int, serves_itself: bool) -> Iterator[tuple[int, int | None]]:
         yield port, None
         return
     ours, theirs = multiprocessing.Pipe()
-    process = _context().Process(target=_serve, args=(world, theirs), daemon=True)
+    process = context().Process(target=_serve, args=(world, theirs), daemon=True)
     process.start()
     try:
         yield ours.recv(), process.pid

@@ -28,6 +28,7 @@ class Layout:
     layers: int = 2
     frozen: tuple[str, ...] = ()
     checkpointing: bool = False
+    cuts_sequences: bool = False
 
     @property
     def config(self) -> GPT2Config:
@@ -57,7 +58,8 @@ def optimizer_of(tensors: list[Tensor]) -> torch.optim.Optimizer:
 
 def divided(layout: Layout) -> Replica:
     per_rank = SEQUENCES // layout.degrees.data
-    flow = Flow(layout.schedule, layout.micro_batches, per_rank // layout.micro_batches, CONTEXT)
+    micro_batch = per_rank // layout.micro_batches
+    flow = Flow(layout.schedule, layout.micro_batches, micro_batch, CONTEXT, layout.cuts_sequences)
     wanted = Wanted(layout.strategy, layout.degrees, flow)
     model = make_model(layout)
     return parallelize(model, wanted, CPU)

@@ -3,9 +3,21 @@
 import pytest
 import torch
 import torch.distributed as dist
-from divided_jobs import CONTEXT, Layout, divided, gathered, own_micro_batches, tokens, train, train_alone
+from divided_jobs import (
+    CONTEXT,
+    SEQUENCES,
+    Layout,
+    divided,
+    gathered,
+    make_model,
+    own_micro_batches,
+    tokens,
+    train,
+    train_alone,
+)
 
 from gradsync.parallel.degrees import Degrees
+from gradsync.parallel.pieces import Pieces
 from gradsync.parallel.stage import split_blocks
 
 LAYOUTS = {
@@ -25,6 +37,11 @@ LAYOUTS = {
     "fsdp x tensor": Layout(Degrees(2, 2), "fsdp"),
     "fsdp x pipeline": Layout(Degrees(2, 1, 2), "fsdp"),
     "tensor x pipeline": Layout(Degrees(1, 2, 2)),
+    "sequence": Layout(Degrees(1, 2), cuts_sequences=True),
+    "sequence, checkpointing": Layout(Degrees(1, 2), cuts_sequences=True, checkpointing=True),
+    "ddp x sequence": Layout(Degrees(2, 2), cuts_sequences=True),
+    "fsdp x sequence": Layout(Degrees(2, 2), "fsdp", cuts_sequences=True),
+    "sequence x pipeline": Layout(Degrees(1, 2, 2), cuts_sequences=True),
 }
 FROZEN = ("h.1.mlp.c_fc.weight", "h.0.ln_1.weight", "wte.weight")
 
@@ -49,8 +66,6 @@ def _compare(rank, world, layout):
 
 
 def divided_start(layout):
-    from divided_jobs import make_model
-
     return [(name, parameter.detach().clone()) for name, parameter in make_model(layout).named_parameters()]
 
 
@@ -90,7 +105,7 @@ def test_a_few_steps_are_those_of_one_process(request, name):
     pool(_compare, layout, timeout_s=60)
 
 
-@pytest.mark.parametrize("name", ["fsdp", "tensor", "1f1b", "fsdp x tensor"])
+@pytest.mark.parametrize("name", ["fsdp", "tensor", "1f1b", "fsdp x tensor", "sequence", "fsdp x sequence"])
 def test_what_is_frozen_stays_frozen(request, name):
     layout = Layout(**{**vars(LAYOUTS[name]), "frozen": FROZEN})
     pool = request.getfixturevalue({2: "ranks", 4: "ranks4"}[layout.degrees.world])
@@ -118,17 +133,58 @@ def _norm(rank, world, layout, poisoned):
 
 
 def replica_of_all(layout):
-    from divided_jobs import make_model
-
     from gradsync.parallel.held import held_whole
 
     return held_whole(make_model(layout)).values()
 
 
 @pytest.mark.parametrize("poisoned", [False, True])
-@pytest.mark.parametrize("name", ["ddp x tensor", "fsdp x tensor", "tensor x pipeline"])
+@pytest.mark.parametrize(
+    "name", ["ddp x tensor", "fsdp x tensor", "tensor x pipeline", "ddp x sequence", "fsdp x sequence"]
+)
 def test_the_norm_counts_each_element_once(ranks4, name, poisoned):
     found = ranks4(_norm, LAYOUTS[name], poisoned)
     assert len({norm for norm, _ in found}) == 1
     norm, expected = found[0]
     assert norm == pytest.approx(expected)
+
+
+def _gradients_of_norms(rank, world, layout):
+    """Each rank's own numbers, before anything clips, gathers or averages them."""
+    model = make_model(layout)
+    batch = tokens(layout, 0)
+    model(batch[:, :-1], batch[:, 1:])[1].backward()
+    replica = divided(layout)
+    replica.forward_backward(own_micro_batches(layout, replica, 0), batch[:, 1:].numel(), lambda loss: None)
+    expected = {name: parameter.grad for name, parameter in model.named_parameters() if ".ln_" in name}
+    found = {name: held for name, held in replica.held.items() if name in expected}
+    for name, held in found.items():
+        pieces = held.cut.of(held.tensor.grad)
+        parts = pieces.parts if isinstance(pieces, Pieces) else [((0,), pieces)]
+        for (start,), part in parts:
+            whole = expected[name][start : start + len(part)]
+            torch.testing.assert_close(part, whole, rtol=1e-4, atol=1e-7, msg=lambda text, n=name: f"{n}: {text}")
+    return len(found)
+
+
+@pytest.mark.parametrize("name", ["sequence", "ddp x sequence", "fsdp x sequence", "sequence x pipeline"])
+def test_gradients_of_norms_are_summed_once_over_the_slices(request, name):
+    layout = LAYOUTS[name]
+    pool = request.getfixturevalue({2: "ranks", 4: "ranks4"}[layout.degrees.world])
+    assert min(pool(_gradients_of_norms, layout)) >= 4
+
+
+def _hidden_states(rank, world, layout):
+    """The shape of what a block gives and of what its norm does."""
+    replica = divided(layout)
+    block = replica.modules()[0].blocks[0]
+    seen = {}
+    block.register_forward_hook(lambda _, inputs, output: seen.update(block=output))
+    block.ln_2.register_forward_hook(lambda _, inputs, output: seen.update(norm=output.to_local()))
+    replica.forward_backward(own_micro_batches(layout, replica, 0), 1, lambda loss: None)
+    return tuple(seen["block"].shape), tuple(seen["norm"].shape)
+
+
+def test_a_rank_has_its_slice_of_the_sequences_between_matrices(ranks):
+    shape = (SEQUENCES // 2, CONTEXT // 2, 24)
+    assert ranks(_hidden_states, LAYOUTS["sequence"]) == [(shape, shape)] * 2

@@ -14,6 +14,7 @@ SHAPE = GPT2Config(2, 6, 24, 8, 101)
     ("degrees", "flow", "message"),
     [
         (Degrees(1, 4), Flow("1f1b", 4, 1, 8), "--tp 4 does not divide the model's 6 heads"),
+        (Degrees(1, 3), Flow("1f1b", 4, 1, 8, True), "--tp 3 does not divide --context 8; take another --context or"),
         (Degrees(1, 1, 3), Flow("1f1b", 4, 1, 8), "makes 3 stages, and the model has 2"),
         (Degrees(1, 1, 2), Flow("interleaved", 4, 1, 8), "makes 4 stages"),
         (Degrees(1, 1, 2), Flow("1f1b", 1, 1, 8), "needs at least 2 micro-batches a step .* there is 1"),

@@ -4,9 +4,13 @@ import math
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from gradsync.cli.main import main
 from gradsync.model.gpt2 import GPT2, GPT2Config
+from gradsync.parallel.apply import Wanted, parallelize
+from gradsync.parallel.degrees import Degrees
+from gradsync.parallel.division import Flow
 from gradsync.train import dryrun
 from gradsync.train.batch import plan_batch
 from gradsync.train.checkpoint import list_checkpoints
@@ -31,9 +35,38 @@ def test_fake_tensors_tell_what_real_ones_would_keep(is_checkpointed):
     real = GPT2(config, activation_checkpointing=is_checkpointed)
     with dryrun.FakeTensorMode():
         fake = GPT2(config, activation_checkpointing=is_checkpointed)
-        found = dryrun._kept_bytes(fake, plan, modes, CPU)
-    assert found == dryrun._kept_bytes(real, plan, modes, CPU)
-    assert found > 0
+        found = dryrun._kept(fake, plan, modes, CPU)
+    assert found == dryrun._kept(real, plan, modes, CPU)
+    assert found.between > 0
+
+
+def _kept_on_ranks(rank, world, shape, cuts_sequences):
+    """Bytes that a rank keeps, its tensors taken for what they are."""
+    flow = Flow("1f1b", 1, 4, shape.context, cuts_sequences)
+    replica = parallelize(GPT2(shape), Wanted("ddp", Degrees(1, world), flow), CPU)
+
+    def local(tensor):
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def keep(tensor):
+        kept[local(tensor.detach()).untyped_storage()._cdata] = local(tensor.detach())
+        return tensor
+
+    kept: dict[int, torch.Tensor] = {}
+    own = {local(parameter.detach()).untyped_storage()._cdata for parameter in replica.modules()[0].parameters()}
+    tokens = torch.zeros(4, shape.context, dtype=torch.int64)
+    with replica._losses(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        replica._training_loss(tokens, tokens)
+    return sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in own)
+
+
+@pytest.mark.parametrize("cuts_sequences", [False, True])
+def test_what_ranks_of_cut_matrices_keep_is_foretold(ranks, cuts_sequences):
+    shape = GPT2Config(2, 4, 32, 32, 128, dropout=0.1)  # two heads a rank: of one, torch keeps another form
+    whole = dryrun._kept(GPT2(shape), plan_batch(128, 32, 1, None, 4), Modes("float32", CPU, is_compiled=False), CPU)
+    kept = ranks(_kept_on_ranks, shape, cuts_sequences)
+    assert kept == [pytest.approx(whole.on_rank(2, cuts_sequences), rel=0.05)] * 2
+    assert whole.on_rank(2, True) < 0.9 * whole.on_rank(2, False)
 
 
 def figure(lines, name) -> float:
@@ -82,3 +115,6 @@ def test_strategies_divide_what_they_say(folder):
     assert figure(tensor, "parameters   ") < 0.6 * figure(whole, "parameters   ")
     assert figure(pipeline, "parameters   ") < 0.7 * figure(whole, "parameters   ")
     assert "layout      2 process(es): ddp, 1 replica(s) x 1 slice(s) of tensors x 2 stage(s)" in pipeline
+    sequence = lines(2, tp=2, sequence_parallel=True)
+    assert "layout      2 process(es): ddp, 1 replica(s) x 2 slice(s) of tensors and sequences x 1 stage(s)" in sequence
+    assert figure(sequence, "activations") < figure(tensor, "activations")

@@ -34,6 +34,8 @@ LAYOUTS = {
     "fsdp x tensor": (4, {"strategy": "fsdp", "dp": 2, "tp": 2, "layers": 1}),
     "fsdp x pipeline": (4, {"strategy": "fsdp", "dp": 2, "pp": 2}),
     "tensor x pipeline": (4, {"tp": 2, "pp": 2, "micro_batch": 4}),
+    "sequence": (2, {"tp": 2, "layers": 1, "sequence_parallel": True}),
+    "ddp x sequence": (4, {"dp": 2, "tp": 2, "layers": 1, "sequence_parallel": True}),
 }
 
 
@@ -68,15 +70,15 @@ def test_fifty_steps_have_the_losses_of_one_process(alone, tmp_path, request, na
     assert (tmp_path / "run" / "samples" / "step-00000050.txt").is_file()
 
 
-def saved_tensors(config, step):
+def saved_tensors(config, step, prefix=("model.", "optimizer.")):
     folder = Path(config.run) / "checkpoints" / f"step-{step:08d}"
     entries = read_index(folder).state_dict_metadata
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
     load_tensors(folder, tensors)
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith("random.")}
+    return {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-CHAIN = ["ddp", "zero", "fsdp x tensor", "tensor", "1f1b", "fsdp", "tensor x pipeline"]
+CHAIN = ["ddp", "zero", "fsdp x tensor", "sequence", "tensor", "1f1b", "fsdp", "tensor x pipeline"]
 RESUMABLE = {**LAYOUTS, "ddp": (2, {}), "alone": (1, {})}
 
 
@@ -105,7 +107,7 @@ def test_a_run_goes_on_under_any_other_layout(tmp_path, request):
     assert open_checkpoint(tmp_path / "broken" / "checkpoints" / f"step-{steps:08d}").facts["layout"]["pipeline"] == 2
 
 
-@pytest.mark.parametrize("name", ["zero", "fsdp", "tensor", "1f1b"])
+@pytest.mark.parametrize("name", ["zero", "fsdp", "tensor", "1f1b", "sequence"])
 def test_stopped_and_resumed_is_the_unbroken_run_bit_for_bit(tmp_path, ranks, name):
     write_text(tmp_path)
     _, options = LAYOUTS[name]
@@ -118,7 +120,7 @@ def test_stopped_and_resumed_is_the_unbroken_run_bit_for_bit(tmp_path, ranks, na
     assert [name for name, tensor in expected.items() if not torch.equal(got[name], tensor)] == []
 
 
-@pytest.mark.parametrize("name", ["zero", "fsdp", "tensor", "1f1b"])
+@pytest.mark.parametrize("name", ["zero", "fsdp", "tensor", "1f1b", "sequence"])
 def test_completion_tasks_are_shared_out_whatever_the_layout(tmp_path, ranks, name):
     """Three tasks on two ranks: whoever has none left runs along."""
     write_text(tmp_path)
@@ -168,3 +170,20 @@ def test_a_single_replica_has_nothing_to_divide(tmp_path):
     view = Notebook()
     train(options_for(tmp_path, steps=1, strategy="fsdp", **SHAPE), view=view)
     assert any(note.startswith("warning: --strategy fsdp divides what replicas hold alike") for note in view.notes)
+
+
+def test_without_tensor_parallel_there_is_no_sequence_to_cut(tmp_path):
+    write_text(tmp_path)
+    view = Notebook()
+    train(options_for(tmp_path, steps=1, sequence_parallel=True, **SHAPE), view=view)
+    assert any(note.startswith("warning: --sequence-parallel divides what the ranks of --tp") for note in view.notes)
+
+
+def test_slices_of_a_sequence_have_dropout_masks_of_their_own(tmp_path, ranks):
+    """As many generators as slices, and each goes its own way from the start."""
+    write_text(tmp_path)
+    cut = options_for(tmp_path, steps=1, tp=2, dropout=0.2, sequence_parallel=True, **SHAPE)
+    ranks(train_on_rank, cut)
+    states = saved_tensors(cut, 1, "random.")
+    assert sorted(states) == ["random.0.cpu", "random.0.slice1.cpu"]
+    assert not torch.equal(*states.values())

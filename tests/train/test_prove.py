@@ -61,7 +61,7 @@ def rows_on(world, *names):
 
 def test_all_rows_on_two_processes_pass(ranks):
     findings = ranks(_prove, rows_on(2), None, timeout_s=90)[0]
-    assert len(findings) == 9
+    assert len(findings) == 10
     assert [finding for finding in findings if not finding.has_passed] == []
 
 
@@ -103,6 +103,7 @@ def test_there_is_a_row_for_everything():
     assert len(set(names)) == len(names)
     assert {"one process", "DDP on 4", "ZeRO", "FSDP", "DDP x tensor", "DDP x pipeline", "FSDP x tensor"} <= set(names)
     assert "DDP on 2, shm" in names
+    assert sum("sequence" in name for name in names) == 4
     assert max(row.world for row in cases("gloo", [])) == 4
     assert Degrees(1, 2) in [row.degrees for row in cases("gloo", [])]
 

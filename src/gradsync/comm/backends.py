@@ -11,6 +11,9 @@ import torch.distributed as dist
 from gradsync.comm import mpi, shm
 from gradsync.errors import ConfigError, MissingExtraError
 
+OF_ANY_THREAD = ("gloo", shm.NAME, mpi.NAME)
+"""Backends whose groups another thread may make: a device is one thread's."""
+
 
 @dataclass(frozen=True)
 class BackendChoice:

@@ -9,6 +9,7 @@ from time import perf_counter_ns
 import torch
 
 from gradsync.comm.groups import Group
+from gradsync.comm.waits import waits_of
 
 _NUM_PINGS = 8
 
@@ -18,7 +19,15 @@ def clock_offset(group: Group) -> float:
 
     Of several pings the quickest counts: the other clock was read in the middle of it. The error is at most half
     of the time that this one took.
+
+    Raises:
+        RankFailedError: another rank has failed or is gone.
+        StalledError: some rank did not come; the message says where all ranks are.
     """
+    return waits_of(group).beside(lambda: _ping_all(group))  # messages know no end of their own
+
+
+def _ping_all(group: Group) -> float:
     offset_ns = 0
     for peer in range(1, group.size()):
         if group.rank() == 0:

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from gradsync.comm.ledger import BEFORE_FIRST_PASS, Place
+from gradsync.comm.ledger import BEFORE_FIRST_PASS, FAILED_START, STARTING, Place
 
 _COLLECTIVE = re.compile(r"distributed_c10d\.py:\d+ in (\w+)|functional_collectives")
 _INNER_FUNCTIONS = {"wrapper", "wait", "_object_to_tensor"}
@@ -115,7 +115,7 @@ def _cause_of(place: Place) -> str:
         name = next((name for name in reversed(collective) if name), place.collective or "another one")
         return (
             f"it is in a collective that the others did not issue ({name}); every rank must issue the same "
-            "collectives in the same order"
+            "collectives in the same order (if its loop is over, it had fewer batches: train inside ddp.join())"
         )
     if _DATA.search(where):
         return f"its data loader has no batch ready ({innermost}); look at its storage and its loader's workers"
@@ -139,7 +139,8 @@ def _describe(place: Place | None, has_left: bool) -> str:
     doing = [place.loop] if place.loop else []
     if not place.loop or place.phase != BEFORE_FIRST_PASS:
         bucket = "" if place.bucket is None else f", bucket {place.bucket}"
-        doing.append(f"pass {place.step}, {place.phase}{bucket}")
+        is_starting = place.phase in (STARTING, FAILED_START)
+        doing.append(place.phase if is_starting else f"pass {place.step}, {place.phase}{bucket}")
     where = f" in {place.collective}" if place.collective else ""
     waited = "" if place.waited_s is None else f" (waiting{where} for {place.waited_s:.1f} s)"
     stack = "".join(f"\n      {line}" for line in place.stack)

@@ -2,6 +2,10 @@
 
 Installed in place of ``sys.excepthook``, which it calls. An error that is only the echo of another rank's is not
 told; its cause is printed below the traceback instead.
+
+[Note: Last resort] A rank that stands in a collective of torch's hears of nothing. If another one has failed, or does
+not answer any more, what it waits for will not come, and its process is ended with the cause (not in an interactive
+session).
 """
 
 import atexit
@@ -14,17 +18,21 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any, NoReturn
 
 from gradsync.comm.aftermath import is_aftermath
-from gradsync.comm.watch import stop_all, watch_of_world
-from gradsync.errors import RankFailedError, StalledError
+from gradsync.comm.standstill import stack_of
+from gradsync.comm.watch import set_last_resort, stop_all, watch_of_world
+from gradsync.errors import GradsyncError, RankFailedError, StalledError
 
 CLEANUP_S = 3.0
 """How long the interpreter may take to shut down after an exception."""
 
 _STORE_S = 2.5
+_TELLING_S = 5.0  # others may have to be asked whether they are still there
+_BEFORE_ALL = 1000  # what runs at the end of multiprocessing's processes: that with the highest number first
 _owner = 0
 _takes_store_along = False
 
@@ -39,12 +47,16 @@ def install(serves_store: bool = False) -> None:
     words = _LastWords(sys.excepthook)
     sys.excepthook = words
     atexit.register(_at_exit, words)
+    if multiprocessing.parent_process() is not None:
+        Finalize(None, _at_process_end, (words,), exitpriority=_BEFORE_ALL)
+    if not hasattr(sys, "ps1") and not sys.flags.interactive:
+        set_last_resort(_end_stuck)
 
 
 def tell(error: BaseException) -> str:
     """Tell the other ranks of an exception that ends this one; return what another rank had told before."""
     told = [""]
-    _bounded(lambda: told.__setitem__(0, _tell(error)))
+    _bounded(lambda: told.__setitem__(0, _tell(error)), _TELLING_S)
     return told[0]
 
 
@@ -75,10 +87,14 @@ class _LastWords:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._previous(kind, error, trace)
+        self.speak(error)
+
+    def speak(self, error: BaseException) -> None:
+        """Tell the others of an exception that ends this process, or its user what has caused it."""
         if os.getpid() != _owner or not _is_a_rank():
             return
-        end_soon()
         told = tell(error)
+        end_soon()
         if told:
             print(f"gradsync: the cause: {told}", file=sys.stderr, flush=True)
         self.has_spoken = True
@@ -89,12 +105,35 @@ def _at_exit(words: _LastWords) -> None:
     """At a regular end say so, in case that others still count on this rank; after an exception end at once."""
     if os.getpid() != _owner:
         return
-    watch = watch_of_world()
-    is_store_alive = stop_all(1.0)
-    if watch is not None and is_store_alive and (_takes_store_along or not words.has_spoken):
-        _bounded(lambda: watch.leave(_takes_store_along))
+    _leave(words)
     if words.has_spoken:
         end_now(1)
+
+
+def _at_process_end(words: _LastWords) -> None:
+    """Do the same in a process of multiprocessing's, which sees to exceptions itself and may end without ``atexit``."""
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit):  # torch's spawn ends with it when it has written an exception down
+        error = error.__context__ if error.code else None
+    if error is not None:
+        words.speak(error)
+    if os.getpid() == _owner:
+        _leave(words)
+
+
+def _leave(words: _LastWords) -> None:
+    watch = watch_of_world()
+    is_store_alive = stop_all(1.0)
+    has_to_say = watch is not None and not watch.is_deaf and (_takes_store_along or not words.has_spoken)
+    if watch is not None and is_store_alive and has_to_say:
+        _bounded(lambda: watch.leave(_takes_store_along))
+
+
+def _end_stuck(error: GradsyncError) -> NoReturn:
+    """See [Note: Last resort]; runs on the watch's thread."""
+    where = "".join(f"\n  {line}" for line in stack_of(threading.main_thread().ident))
+    print(f"gradsync: {type(error).__name__}: {error}\nthis process is ended, as it waits in{where}", file=sys.stderr)
+    end_now(1)
 
 
 def end_now(code: int) -> NoReturn:
@@ -126,7 +165,7 @@ def _is_a_rank() -> bool:
         return False
 
 
-def _bounded(action: Callable[[], Any]) -> None:
+def _bounded(action: Callable[[], Any], limit_s: float = _STORE_S) -> None:
     """Talk to the store, but not for long: it may be gone or stuck."""
 
     def guarded() -> None:
@@ -135,4 +174,4 @@ def _bounded(action: Callable[[], Any]) -> None:
 
     thread = threading.Thread(target=guarded, name="gradsync-last-words", daemon=True)
     thread.start()
-    thread.join(_STORE_S)
+    thread.join(limit_s)

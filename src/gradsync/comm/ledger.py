@@ -18,6 +18,8 @@ _torch: Any = dist  # for what torch's stubs leave out
 _PATIENCE = timedelta(seconds=5)
 _lives = itertools.count()
 
+STARTING = "starting the process group"
+FAILED_START = "the start of the process group"
 BEFORE_FIRST_PASS = "before the first pass"
 
 
@@ -43,7 +45,7 @@ class Place:
     @property
     def spot(self) -> str:
         """Where it is, in the words of the loop and of the engine."""
-        engine = f"pass {self.step} ({self.phase})"
+        engine = self.phase if self.phase in (STARTING, FAILED_START) else f"pass {self.step} ({self.phase})"
         if not self.loop:
             return engine
         return self.loop if self.phase == BEFORE_FIRST_PASS else f"{self.loop}; {engine}"

@@ -70,6 +70,7 @@ class MpiGroup(PythonGroup):
         """Make everything fail for this reason, here and on the peers."""
         if self._failure is None:
             self._failure = BackendError(str(reason))
+            self._messages.give_up(self._failure)
             self._notices.failed(str(reason))
         return self._failure
 

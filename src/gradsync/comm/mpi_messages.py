@@ -64,6 +64,11 @@ class Messages:
         self._lock = threading.Lock()  # guards the list, and the requests in it
         self._thread: threading.Thread | None = None
         self._is_closed = False
+        self._given_up: BackendError | None = None
+
+    def give_up(self, reason: BackendError) -> None:
+        """Have what is under way, and what comes after, fail for this reason."""
+        self._given_up = reason
 
     def add(self, work: MessageWork) -> MessageWork:
         """Look after a message from now on."""
@@ -115,6 +120,9 @@ class Messages:
                 work.source = status.Get_source()
                 if work.after is not None:
                     work.after()
+            elif self._given_up is not None:
+                error = self._given_up
+                keep_forever(work.request, work.kept)
             elif time.monotonic() > work.deadline:
                 error = self._fail(f"{work.name} timed out after {work.timeout_s:g} s: the other side did not come")
                 keep_forever(work.request, work.kept)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
+from gradsync.comm.backends import OF_ANY_THREAD
 from gradsync.comm.groups import Group, exchange_text, group_timeout
 from gradsync.comm.waits import waits_of
 
@@ -91,8 +92,7 @@ def _clear_away() -> None:
 
 def _make_watched(parent: Group, backend: str, make: Callable[[], Group]) -> Group:
     """Return what ``make`` returns, with an end to it if another rank does not come; torch itself waits for long."""
-    is_of_any_thread = backend in ("gloo", "shm")  # a device is one thread's, and so may MPI be
-    return waits_of(parent).beside(make) if is_of_any_thread else make()
+    return waits_of(parent).beside(make) if backend in OF_ANY_THREAD else make()
 
 
 def _new_group(parent: Group, device: torch.device, backend: str, number: int) -> Group:

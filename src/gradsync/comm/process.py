@@ -1,7 +1,7 @@
 """Start-up and shutdown of the default process group.
 
-Thin on purpose: torch's own ``init_process_group`` does the rendezvous (env://, tcp://, file stores
-alike); this adds the choice of a backend and one line that says what was chosen.
+Thin on purpose: torch's own ``init_process_group`` makes the group; this adds the choice of a backend and one line that
+says what was chosen, and names who does not come (``roll_call``, ``starting``).
 """
 
 import logging
@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from gradsync.comm import last_words
-from gradsync.comm.backends import are_on_one_host, choose_backend
+from gradsync.comm import last_words, mpi
+from gradsync.comm.backends import OF_ANY_THREAD, are_on_one_host, choose_backend
 from gradsync.comm.interfaces import check_choices
 from gradsync.comm.launchers import adopt
 from gradsync.comm.parent import end_with_parent
-from gradsync.comm.roll_call import Card, meet, no_connection
-from gradsync.comm.store import is_served_by_launcher
+from gradsync.comm.roll_call import Meeting, meet, no_connection
+from gradsync.comm.starting import make_watched
 from gradsync.comm.watch import DEFAULT_SOFT_LIMIT_S, set_soft_limit, stop_all
-from gradsync.errors import BackendError, ConfigError
+from gradsync.errors import BackendError, ConfigError, GradsyncError
 
 logger = logging.getLogger("gradsync")
 
@@ -73,8 +73,8 @@ def init_process_group(
     mpi4py is installed), shared memory (``shm``) for CPU ranks that are known to run on one Linux host, and gloo
     elsewhere; ``device_type="cpu"`` asks for what fits CPU tensors where there are GPUs. What was chosen is logged on
     rank 0 (logger ``gradsync``, level INFO). The place among the ranks comes from the environment as torchrun sets it,
-    or from that of Slurm's ``srun`` or of ``mpiexec``. Where the ranks meet through ``MASTER_ADDR``, the store listens
-    on that address alone, and ranks that are all on one machine open no port beyond it.
+    or from that of Slurm's ``srun`` or of ``mpiexec``. Where the ranks meet through ``MASTER_ADDR`` or ``tcp://``, the
+    store listens on that address alone, and ranks that are all on one machine open no port beyond it.
 
     An exception that nobody catches is told to the other ranks from now on. Started by torchrun, this process gets
     SIGTERM when torchrun is gone.
@@ -94,53 +94,62 @@ def init_process_group(
     Raises:
         ConfigError: the backend is not available, or the environment lacks what ``env://`` needs.
         BackendError: the ranks did not find each other within the time-out; those that are missing are named.
+        RankFailedError: another rank has failed while the group was made, or is gone.
+        StalledError: a rank that had come did not go on within the soft limit.
     """
     if not soft_limit_s >= 0:
         raise ConfigError(f"soft_limit_s is a number of seconds, or 0 for none, but got {soft_limit_s!r}")
+    if store is not None and init_method is not None:
+        raise ConfigError("the ranks meet by init_method or through a store, but got both; leave one out")
     check_choices(os.environ)
     is_by_environment = store is None and init_method in (None, "env://")
     place = adopt(os.environ) if is_by_environment else None
     launcher = None if place is None else place.launcher
     choice = choose_backend(backend or "auto", launcher, device_type, are_on_one_host(init_method, store))
-    cards: list[Card] = []
     if launcher == "mpiexec" and "MASTER_ADDR" not in os.environ:
         store = _meet_through_mpi(timeout)
-        world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    elif is_by_environment:
-        _check_environment(world_size, rank)
-        rank = rank if rank >= 0 else int(os.environ["RANK"])
-        world_size = world_size if world_size >= 0 else int(os.environ["WORLD_SIZE"])
-        store, cards = meet(rank, world_size, timeout or default_pg_timeout)
-        init_method = None
+        met = Meeting(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), [], False)
+    else:
+        if is_by_environment:
+            _check_environment(world_size, rank)
+            rank = rank if rank >= 0 else int(os.environ["RANK"])
+            world_size = world_size if world_size >= 0 else int(os.environ["WORLD_SIZE"])
+        met = meet(init_method, store, rank, world_size, timeout or default_pg_timeout)
     if choice.name == "nccl" and "device_id" not in kwargs:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", max(rank, 0))) % torch.cuda.device_count())
-    try:
-        dist.init_process_group(
-            choice.name,
-            init_method=init_method,
-            timeout=timeout,
-            world_size=world_size,
-            rank=rank,
-            store=store,
-            **kwargs,
-        )
-    except dist.DistNetworkError as error:
-        raise BackendError(no_connection(error, cards)) from error
-    except RuntimeError as error:
-        if "connect" not in str(error).lower():
-            raise
-        raise BackendError(no_connection(error, cards)) from error
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", max(met.rank, 0))) % torch.cuda.device_count())
     set_soft_limit(soft_limit_s)
-    last_words.install(serves_store=bool(cards) and dist.get_rank() == 0 and not is_served_by_launcher())
+    try:
+        _make(choice.name, met, soft_limit_s, timeout, kwargs)
+    finally:
+        last_words.install(met.serves_store)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(signal.SIGTERM, yields=True)
     if dist.get_rank() == 0:
         logger.info("process group: %s, %d rank(s) (%s)", choice.name, dist.get_world_size(), choice.reason)
 
 
-def _meet_through_mpi(timeout: timedelta | None) -> Any:
-    from gradsync.comm import mpi
+def _make(backend: str, met: Meeting, soft_limit_s: float, timeout: timedelta | None, options: dict[str, Any]) -> None:
+    if backend == mpi.NAME:
+        mpi.start()  # whoever starts it has to leave it, too
 
+    def make() -> None:
+        dist.init_process_group(
+            backend, timeout=timeout, world_size=met.world, rank=met.rank, store=met.store, **options
+        )
+
+    try:
+        make_watched(met.store, met.rank, met.world, soft_limit_s, backend in OF_ANY_THREAD, make)
+    except dist.DistNetworkError as error:
+        raise BackendError(no_connection(error, met.cards)) from error
+    except GradsyncError:
+        raise
+    except RuntimeError as error:
+        if "connect" not in str(error).lower():
+            raise
+        raise BackendError(no_connection(error, met.cards)) from error
+
+
+def _meet_through_mpi(timeout: timedelta | None) -> Any:
     reason = mpi.is_available()
     if reason is not None:
         raise ConfigError(

@@ -16,6 +16,7 @@ import linecache
 import os
 import re
 import sys
+import threading
 import time
 from pathlib import Path
 from types import FrameType
@@ -87,7 +88,7 @@ def stack_of(thread: int | None) -> tuple[str, ...]:
     while frame is not None and len(lines) < _STACK_LINES:
         path, number, name = frame.f_code.co_filename, _line_of(frame), frame.f_code.co_name
         is_inside = path.startswith(_ENGINE) or (path.startswith(_TORCH) and bool(lines))
-        if not is_inside and not path.startswith("<frozen"):
+        if not is_inside and not path.startswith("<frozen") and path != threading.__file__:
             source = linecache.getline(path, number).strip()
             lines.append(f"{Path(path).name}:{number} in {name}{': ' if source else ''}{source}")
         frame = frame.f_back

@@ -46,9 +46,9 @@ def serve_store(address: str, port: int, world: int, timeout: timedelta) -> Any:
     )
 
 
-def open_store(rank: int, world: int, timeout: timedelta) -> Any:
-    """Return the store that ``MASTER_ADDR`` and ``MASTER_PORT`` name; rank 0 serves it unless the launcher does."""
-    address, port = resolve(os.environ["MASTER_ADDR"]), int(os.environ["MASTER_PORT"])
+def open_store(host: str, port: int, rank: int, world: int, timeout: timedelta) -> Any:
+    """Return the store at an address; rank 0 serves it unless the launcher does."""
+    address = resolve(host)
     if rank == 0 and not is_served_by_launcher():
         try:
             return serve_store(address, port, world, timeout)

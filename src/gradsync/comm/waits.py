@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -18,7 +18,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from gradsync.comm.aftermath import is_aftermath
-from gradsync.comm.watch import Watch, give_up, watch_of_world
+from gradsync.comm.ledger import Place
+from gradsync.comm.other_wait import give_up
+from gradsync.comm.watch import Watch, watch_of_world
 from gradsync.errors import GradsyncError, RankFailedError, StalledError
 
 T = TypeVar("T")
@@ -27,18 +29,19 @@ _SLICE = timedelta(seconds=0.2)
 
 
 class Waits:
-    """How one engine waits for the works of its group."""
+    """How one engine waits for the works of its group; without a group, for all ranks of the watch."""
 
-    is_patient = False
+    answer_limits = 1 / 12
+    """See ``watch.Wait``: a busy machine may need longer, and whoever has waited for long can wait for that."""
 
     def __init__(self, group: Any, watch: Watch | None, limit_s: float | None) -> None:
-        if group not in dist.distributed_c10d._world.pg_map:  # one that torch does not know: its ranks have no numbers
-            watch = None
+        if group is not None and group not in dist.distributed_c10d._world.pg_map:
+            watch = None  # one that torch does not know: its ranks have no numbers
         self._group = group
         self._watch = watch
         self._is_sliced = watch is not None and can_be_sliced(group)
         self.limit_s = limit_s if limit_s is not None else watch.soft_limit_s if watch is not None else 0.0
-        self.members: list[int] = [] if watch is None else dist.get_process_group_ranks(group)
+        self.members: list[int] = [] if watch is None else _ranks_of(group, watch)
         self.thread: int | None = None
         """The thread of this process for whose end this rank waits, if it is that."""
         self.since_s = 0.0
@@ -121,6 +124,10 @@ class Waits:
         if self._watch is None:
             return error
         return self._watch.explain(error, ())
+
+    def patience_with(self, places: Mapping[int, Place]) -> float:
+        """Return how long to wait before asking again: who is asked for has no time to lose."""
+        return 0.0
 
     def interrupt(self, error: GradsyncError) -> None:
         """End a wait in one piece; see ``watch``, [Note: Ending a wait]."""
@@ -249,6 +256,10 @@ class _Helper(threading.Thread):
 
 
 _idle: list[_Helper] = []
+
+
+def _ranks_of(group: Any, watch: Watch) -> list[int]:
+    return list(range(watch.world)) if group is None else dist.get_process_group_ranks(group)
 
 
 def _wait_for_all(works: Sequence[Any]) -> None:

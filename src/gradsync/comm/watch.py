@@ -11,8 +11,8 @@ group's own time-out has to do, or ``when_stuck``, which ends the process.
 [Note: Other collectives] Those that torch issues (fully sharded, tensor and pipeline parallel) and the user's own wait
 as torch waits; that a rank does is seen from its stack (``standstill``). Such a wait may be a part of a longer
 exchange, and is held against nobody who gets on: it is only useless if a rank has begun nothing new for the soft limit,
-or does not answer. It is minded where somebody can end it, so with ``when_stuck`` alone; elsewhere the users' own
-barriers may last as they like, and are merely named.
+or does not answer. With ``when_stuck``, that is; in programs that have not set it the users' own barriers may last as
+they like, unless a rank has failed or is silent for another soft limit. The process is ended then (``last_words``).
 
 [Note: Parts of the world] Whoever waits in a group that is a part of the world (replicas of one stage of a pipeline)
 asks its members first. If one of them waits in a collective of another group, the rank that keeps all of them is
@@ -40,7 +40,8 @@ import torch.distributed as dist
 
 from gradsync.comm.aftermath import is_aftermath
 from gradsync.comm.diagnosis import diagnose, name_of
-from gradsync.comm.ledger import BEFORE_FIRST_PASS, Event, Ledger, Place, can_hold_ledger
+from gradsync.comm.ledger import BEFORE_FIRST_PASS, STARTING, Event, Ledger, Place, can_hold_ledger
+from gradsync.comm.other_wait import OtherWait
 from gradsync.comm.standstill import Standstill, is_in_collective, stack_of
 from gradsync.comm.store import is_served_by_launcher
 from gradsync.errors import GradsyncError, RankFailedError, StalledError
@@ -50,10 +51,9 @@ DEFAULT_SOFT_LIMIT_S = 60.0
 _LOOK_S = 0.5
 _HURRY_S = 0.05
 _ANSWER_S = 1.5  # three looks of the rank that is asked
-_ANSWERS_IN_LIMIT = 12  # a busy machine may need longer, and whoever has waited for long can wait for that
 _POSTED_S = 1.0  # how long after the loss of a connection the cause may take to appear
 _TOLD_S = 0.3  # the same where the other rank may well go on
-_NOTED_S = 1.0
+_NOTED_S = 2.0
 _SPOKEN_S = 2.0  # how long a failure waits for the others to have said it, too: a launcher ends them when it sees it
 _SILENT_S = 1.0  # how long one of the others may take for that, which may be at something that lasts
 _AFTER_LEAVING_S = 1.0
@@ -74,8 +74,11 @@ class Wait(Protocol):
     members: list[int]
     thread: int | None
     """The thread of this process for whose end this rank waits, if it is that."""
-    is_patient: bool
-    """Whether it goes on as long as all others get on."""
+    answer_limits: float
+    """How many soft limits the others may take to answer, though at least a moment."""
+
+    def patience_with(self, places: Mapping[int, Place]) -> float:
+        """Return how long to wait before asking again, by where the others are."""
 
     def interrupt(self, error: GradsyncError) -> None:
         """End it, if there is a way."""
@@ -95,8 +98,8 @@ class Watch:
         self.waiting: Wait | None = None
         self.error: GradsyncError | None = None
         self.when_stuck: Callable[[GradsyncError], None] | None = None
-        """Called, on the watch's thread, when an error is known and the rank has not raised it after a while. Whoever
-        sets it has torch's own collectives minded, too; see [Note: Other collectives]."""
+        """Called, on the watch's thread, when an error is known and the rank has not raised it after a while, whatever
+        it does. Whoever sets it has torch's own collectives minded more strictly; see [Note: Other collectives]."""
         self.has_raised = False
         self.is_deaf = False
         """The store is gone, and with it all that the ranks could tell each other."""
@@ -124,6 +127,11 @@ class Watch:
         self._thread.start()
         self._guard.start()
 
+    def adopt(self, group: Any) -> None:
+        """Watch over this group, which was being made until now."""
+        self._group = weakref.ref(group)
+        self.phase = BEFORE_FIRST_PASS
+
     def stop(self, patience_s: float = 0.0) -> bool:
         """End the thread; returns whether it has ended in time, which it does unless the store is stuck.
 
@@ -149,7 +157,7 @@ class Watch:
         others = [rank for rank in range(self.world) if rank != self.rank]
         with self._hurry():
             number = self._ledger.post(Event("failure", self.rank, text, self._spot()))
-            self._poll(_SPOKEN_S, lambda: self._ledger.have_noted(number, others))
+            self._poll(_SPOKEN_S, lambda: self.is_deaf or self._ledger.have_noted(number, others))
 
     def acknowledge(self) -> None:
         """Let the ranks that have failed end, since this one has said why it ends, too."""
@@ -159,10 +167,16 @@ class Watch:
 
     def leave(self, takes_store_along: bool) -> None:
         """Tell all ranks that this one has ended in peace; if the store ends with it, they must not look any more."""
-        others = [rank for rank in range(self.world) if rank != self.rank]
         number = self._ledger.post(Event("left", self.rank, "store" if takes_store_along else ""))
         if takes_store_along:
-            self._poll(_NOTED_S, lambda: self._ledger.have_noted(number, others))
+            self._poll(_NOTED_S, lambda: self._is_let_go(number))
+
+    def _is_let_go(self, number: int) -> bool:
+        """Whether all others have ended themselves or know that this rank has, whose watch has stopped."""
+        for other, event in self._ledger.new_events():
+            self._take(other, event)
+        here = [rank for rank in range(self.world) if rank != self.rank and rank not in self._left]
+        return not here or self._ledger.have_noted(number, here)
 
     def raised(self) -> GradsyncError:
         """Return the error for raising it: a new object, since it may be raised many times and on several threads."""
@@ -317,7 +331,8 @@ class Watch:
         if waiting is None:
             return
         waited_s = time.monotonic() - waiting.since_s
-        if self.error is None and 0 < self._limit_of(waiting) < waited_s:
+        is_minded = waiting is self.waiting or self.when_stuck is not None
+        if self.error is None and is_minded and 0 < self._limit_of(waiting) < waited_s:
             whose = "the launcher serves it" if is_served_by_launcher() else "rank 0 serves it"
             self.error = StalledError(
                 f"rank {self.rank}: has waited {waited_s:.1f} s for other ranks in {self._spot()}, and the soft limit "
@@ -334,19 +349,31 @@ class Watch:
         """Return what this rank waits in: the engine's wait, or see [Note: Other collectives]."""
         if self.waiting is not None:
             return self.waiting
-        if self.when_stuck is None or not self._standstill.collective:
+        if not self._standstill.collective or (self.when_stuck is None and _last_resort is None):
             return None
-        since_s = self._standstill.since_s
+        since_s, is_strict = self._standstill.since_s, self.when_stuck is not None
         if self._other_wait is None or self._other_wait.since_s != since_s:
-            self._other_wait = OtherWait(since_s, list(range(self.world)), self.soft_limit_s)
+            self._other_wait = OtherWait(since_s, self.soft_limit_s, is_strict)
+        everyone, here = range(self.world), [rank for rank in range(self.world) if rank not in self._left]
+        # a user's group may do without those that have ended in peace, though not with one rank alone
+        self._other_wait.members = list(everyone if is_strict or len(here) == 1 else here)
         return self._other_wait
 
     def _look_after_error(self) -> None:
         """A main thread that is stuck where nobody can interrupt it (in the store, say) does not hear of an error."""
-        if self.error is None or self.has_raised or self.when_stuck is None:
-            self._known_since_s = time.monotonic()
-        elif time.monotonic() - self._known_since_s > _STUCK_S:
-            self.when_stuck(self.error)
+        now = time.monotonic()
+        if self.error is None or self.has_raised:
+            self._known_since_s = now
+        elif now - self._known_since_s > _STUCK_S:
+            if self.when_stuck is not None:
+                self.when_stuck(self.error)
+            elif _last_resort is not None and self._is_stuck_for(_STUCK_S):
+                _last_resort(self.error)
+
+    def _is_stuck_for(self, seconds: float) -> bool:
+        """Whether the main thread has waited for others that long: whatever else it does may come to an end."""
+        waiting = self._wait_of_now()
+        return waiting is not None and time.monotonic() - waiting.since_s > seconds
 
     def _limit_of(self, waiting: "Wait") -> float:
         """Who has ended will not come any more, however long one waits."""
@@ -398,7 +425,7 @@ class Watch:
         """Return the places of the ranks that answer in time."""
         awaited = [rank for rank in members if rank not in self._left]
         number = self._ledger.post(Event("inquiry", self.rank, members=tuple(members)))
-        until = time.monotonic() + max(_ANSWER_S, waiting.limit_s / _ANSWERS_IN_LIMIT)
+        until = time.monotonic() + max(_ANSWER_S, waiting.limit_s * waiting.answer_limits)
         places: dict[int, Place] = {}
         while len(places) < len(awaited) and time.monotonic() < until and self.error is None:
             for other, event in self._ledger.new_events():
@@ -412,9 +439,7 @@ class Watch:
         """Return how long to wait before asking again, since the others have reason to take their time."""
         if any(place.excuse for place in places.values()):
             return waiting.limit_s
-        if waiting.is_patient:
-            return waiting.limit_s - min(place.still_s for place in places.values())
-        return 0.0
+        return waiting.patience_with(places)
 
     # -- small things
 
@@ -434,32 +459,6 @@ class Watch:
                 return False
             time.sleep(_HURRY_S / 2)
         return True
-
-
-class OtherWait:
-    """A wait in a collective that is not the engine's; see [Note: Other collectives]."""
-
-    thread: int | None = None
-    is_patient = True
-
-    def __init__(self, since_s: float, members: list[int], limit_s: float) -> None:
-        self.since_s = since_s
-        self.patient_until_s = 0.0
-        self.members = members
-        self.limit_s = limit_s
-
-    @staticmethod
-    def interrupt(error: GradsyncError) -> None:
-        """End it where a group can be ended, whichever it is: the rank is lost anyway."""
-        for group in list(dist.distributed_c10d._world.pg_map):
-            give_up(group, error)
-
-
-def give_up(group: Any, error: GradsyncError) -> None:
-    """End the waits of a group written in Python; of others nobody can."""
-    end = getattr(group, "give_up", None)
-    if end is not None:
-        end(error)
 
 
 def excused(what: str) -> AbstractContextManager[None]:
@@ -496,6 +495,9 @@ def explaining() -> Iterator[None]:
 
 
 _watches: "weakref.WeakKeyDictionary[Any, Watch]" = weakref.WeakKeyDictionary()
+_starting: Watch | None = None
+"""The watch over ranks whose default group is being made, or could not be made."""
+_last_resort: Callable[[GradsyncError], None] | None = None
 _soft_limit_s = DEFAULT_SOFT_LIMIT_S
 
 
@@ -508,21 +510,48 @@ def set_soft_limit(limit_s: float) -> None:
         watch.soft_limit_s = limit_s
 
 
+def set_last_resort(end: Callable[[GradsyncError], None]) -> None:
+    """Say how a process is ended that cannot raise an error, since it is stuck in a wait of torch's own."""
+    global _last_resort
+    _last_resort = end
+
+
+def watch_start(store: Any, rank: int, world: int, soft_limit_s: float) -> Watch | None:
+    """Return a watch over ranks that are about to make their default group, which it watches over afterwards."""
+    global _starting
+    if _starting is not None:
+        _starting.stop()
+    _starting = None if world == 1 or not can_hold_ledger(store) else Watch(Ledger(store, rank, world), soft_limit_s)
+    if _starting is not None:
+        _starting.phase = STARTING
+        _begin(_starting)
+    return _starting
+
+
 def watch_of_world() -> Watch | None:
     """Return the watch over the default group, started when first asked for; None where there is nothing to watch."""
+    global _starting
     group = _default_group()
-    if group is None or group.size() == 1:
+    if group is None:
+        return _starting
+    if group.size() == 1:
         return None
-    if group not in _watches:
+    if group not in _watches and _starting is not None and _starting.phase == STARTING:
+        _watches[group], _starting = _starting, None
+        _watches[group].adopt(group)
+    elif group not in _watches:
         store = dist.distributed_c10d._get_default_store()
         if not can_hold_ledger(store):
             return None
-        watch = Watch(Ledger(store, group.rank(), group.size()), _soft_limit_s)
-        _watches[group] = watch
-        watch.start()
-        atexit.unregister(_stop_all_at_exit)
-        atexit.register(_stop_all_at_exit)
+        _watches[group] = Watch(Ledger(store, group.rank(), group.size()), _soft_limit_s)
+        _begin(_watches[group])
     return _watches[group]
+
+
+def _begin(watch: Watch) -> None:
+    watch.start()
+    atexit.unregister(_stop_all_at_exit)
+    atexit.register(_stop_all_at_exit)
 
 
 def _default_group() -> Any:
@@ -531,14 +560,20 @@ def _default_group() -> Any:
 
 def _forget_in_child() -> None:
     """A forked child has neither the threads nor the say of its parent."""
-    for watch in list(_watches.values()):
+    global _starting
+    for watch in _all():
         watch.stop()
     _watches.clear()
+    _starting = None
+
+
+def _all() -> list[Watch]:
+    return [*_watches.values(), *([] if _starting is None else [_starting])]
 
 
 def stop_all(patience_s: float) -> bool:
     """End every watch of this process, before the interpreter shuts down; returns whether all have ended."""
-    return all([watch.stop(patience_s) for watch in list(_watches.values())])
+    return all([watch.stop(patience_s) for watch in _all()])
 
 
 def _stop_all_at_exit() -> None:

@@ -4,14 +4,16 @@ Works through torch's ``Join`` context. In every iteration the training ranks fi
 in one small collective, whether buffers and gradients will be synchronised, and who speaks for the group.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
 
-from gradsync.comm.waits import wait_for
+from gradsync.comm.waits import Waits
+from gradsync.comm.watch import watch_of_world
 from gradsync.ddp.replicas import broadcast_state
 
 if TYPE_CHECKING:
@@ -34,9 +36,22 @@ def announce(ddp: "DistributedDataParallel", mine: Announcement) -> Announcement
     words = torch.tensor([mine.source, *map(int, flags)], dtype=torch.int64, device="cpu")
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
-    wait_for(ddp.reducer.control_group, ddp.reducer.control_group.allreduce([words], options))
+    ddp.reducer.groups.wait_for_words(ddp.reducer.control_group.allreduce([words], options))
     source, *told = words.tolist()
     return Announcement(source, *map(bool, told))
+
+
+class WatchedJoin(Join):
+    """torch's context, in which a rank without batches does not wait for ever for those that have some."""
+
+    def __init__(self, ddp: "DistributedDataParallel", joinables: Sequence[Any], *args: Any, **kwargs: Any) -> None:
+        super().__init__([ddp, *joinables], *args, **kwargs)
+        self._waits = Waits(ddp.join_process_group, watch_of_world(), ddp.reducer.groups.waits.limit_s)
+
+    def _get_num_nonjoined_procs(self) -> float:
+        num_training = torch.zeros(1, device=self._device)
+        self._waits.wait(dist.all_reduce(num_training, group=self._process_group, async_op=True))
+        return num_training.item()
 
 
 class DDPJoinHook(JoinHook):

@@ -22,7 +22,7 @@ from gradsync.ddp.agreement import check_same_hook
 from gradsync.ddp.comm_hooks import CommHook, name_of
 from gradsync.ddp.compiler import keep_compiler_out
 from gradsync.ddp.engine_groups import EngineGroups
-from gradsync.ddp.join import Announcement, DDPJoinHook, announce, hook_arguments
+from gradsync.ddp.join import Announcement, DDPJoinHook, WatchedJoin, announce, hook_arguments
 from gradsync.ddp.outputs import find_tensors
 from gradsync.ddp.plan import MIB, caps_from_mib
 from gradsync.ddp.recording import report_of
@@ -147,7 +147,7 @@ class DistributedDataParallel(TorchSurface):
         self.mixed_precision = mixed_precision
         self.dim = dim
         self.require_forward_param_sync = True
-        run_on_cpu(module)
+        run_on_cpu(module, soft_limit_s)
         self._watch = ModuleWatch(self, self.parameters_to_ignore)
         named = self._watch.all_parameters()
         self._set_devices(named, device_ids, output_device)
@@ -490,8 +490,9 @@ class DistributedDataParallel(TorchSurface):
     ) -> Join:
         """Return a context in which ranks may run out of batches at different times."""
         optimizer = [] if self.reducer.sharding is None else [self.reducer.sharding.tenant]
-        return Join(
-            [self, *optimizer],
+        return WatchedJoin(
+            self,
+            optimizer,
             enable,
             throw_on_early_termination,
             divide_by_initial_world_size=divide_by_initial_world_size,

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from gradsync.comm import shm
 from gradsync.comm.interfaces import own_address
+from gradsync.comm.store import open_store
 from gradsync.doctor.findings import Finding, Level, merged, note, ok, problem
 from gradsync.doctor.host import Setting, examine_host
 from gradsync.doctor.pairs import Card, Prober, Way
@@ -131,9 +132,8 @@ def _open_store(rank: int, world: int, timeout_s: float) -> Any:
         from gradsync.comm.mpi_store import store_through_mpi
 
         return store_through_mpi(timedelta(seconds=timeout_s))
-    url = f"env://?rank={rank}&world_size={world}"
-    store, _, _ = next(_torch.rendezvous(url, timeout=timedelta(seconds=timeout_s)))
-    return store
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return open_store(address, port, rank, world, timedelta(seconds=timeout_s))
 
 
 def _exchange(store: Any, key: str, rank: int, world: int, own: list[Finding], limit: timedelta) -> list[list[Finding]]:

@@ -5,6 +5,9 @@ Says nothing of how many ranks there are or what carries their words; that is ``
 A matrix product y = x W^T is cut by *columns* when every rank computes some of the outputs, and by *rows* when
 every rank takes some of the inputs and the results are added up. A block cut by columns and then by rows needs one
 sum over the ranks for its attention and one for its MLP.
+
+What lies between the projections (norms, dropout, the residual stream) treats each token by itself, so the ranks may
+divide it by the tokens of a sequence; a projection cut by columns then takes whole sequences again.
 """
 
 from dataclasses import dataclass, field
@@ -26,6 +29,14 @@ class Layout:
     """Projections cut by columns, and how many of them lie one under the other in one matrix."""
     rows: tuple[str, ...] = ()
     """Projections cut by rows."""
+    branches: tuple[str, ...] = ()
+    """What of a block takes normalised activations and adds to the residual stream, projections included."""
+    norms: tuple[str, ...] = ()
+    """Norms of a block, of single tokens."""
+    last_norm: str = ""
+    """The norm before the head, in the model."""
+    positions: str = ""
+    """What gives one vector for each position (T, C), in the model."""
 
 
 GPT2_LAYOUT = Layout(
@@ -36,5 +47,9 @@ GPT2_LAYOUT = Layout(
     # query, key and value are one matrix; each of them is cut by heads.
     columns={"attn.c_attn": 3, "mlp.c_fc": 1},
     rows=("attn.c_proj", "mlp.c_proj"),
+    branches=("attn", "mlp"),
+    norms=("ln_1", "ln_2"),
+    last_norm="transformer.ln_f",
+    positions="transformer.wpe",
 )
 """The layout of ``GPT2``: heads are divided, and the rows of the vocabulary are for embedding and head alike."""

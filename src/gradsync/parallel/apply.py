@@ -1,7 +1,7 @@
 """The one place where parallelisms are put on a model, and the order in which that happens.
 
 1. *Pipeline split*: every rank keeps the blocks of its stages; the rest is dropped before it takes device memory.
-2. *Tensor parallel*: the matrices of what is left are cut.
+2. *Tensor parallel*: the matrices of what is left are cut, and sequences between them if that is wanted.
 3. *Activation checkpointing*: block by block (the stages do it as the model says), so it sees whole blocks.
 4. *Compile*: block by block, with the collectives of the tensor parallel inside.
 5. *FSDP or DDP* over the data axis, last: they hook onto parameters, which must be the final ones.
@@ -84,7 +84,7 @@ def _divided(model: GPT2, wanted: Wanted, mesh: Mesh) -> Replica:
     vocabulary: Vocabulary = WholeVocabulary(model.config.vocab_size)
     if degrees.tensor > 1:
         for stage in stages:
-            cut_tensors(stage, GPT2_LAYOUT, mesh.tensor)
+            cut_tensors(stage, GPT2_LAYOUT, mesh.tensor, wanted.flow.cuts_sequences)
         vocabulary = CutVocabulary(mesh.tensor, model.config.vocab_size, model.config.padded_vocab_size)
     for stage in stages:
         _compile(stage.blocks, wanted)
@@ -100,7 +100,7 @@ def _divided(model: GPT2, wanted: Wanted, mesh: Mesh) -> Replica:
         runnable.append(_data_parallel(stage, mesh, wanted) if is_replicated else stage)
     if degrees.pipeline > 1:
         return Pipelined(stages, runnable, held, mesh, vocabulary, wanted.flow)
-    replica = Shared(stages[0], held, mesh, vocabulary)
+    replica = Shared(stages[0], held, mesh, vocabulary, wanted.flow)
     if is_fully_sharded:
         return replica.wrapped_in(runnable[0], partial(without_reduction, runnable[0]))
     if isinstance(runnable[0], DistributedDataParallel):

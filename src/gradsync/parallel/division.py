@@ -18,12 +18,14 @@ _MOST_CHOICES = 12
 
 @dataclass(frozen=True)
 class Flow:
-    """What goes through a pipeline in one step."""
+    """What goes through a replica in one step."""
 
     schedule: PipelineSchedule
     num_micro_batches: int
     micro_batch: int
     context: int
+    cuts_sequences: bool = False
+    """Whether ranks that share matrices divide the tokens of a sequence between those: sequence parallel."""
 
 
 def num_stages(schedule: PipelineSchedule, degree: int) -> int:
@@ -42,6 +44,11 @@ def check_division(config: GPT2Config, strategy: Strategy, degrees: Degrees, flo
         raise ConfigError(
             f"--tp {degrees.tensor} does not divide the model's {config.num_heads} heads; take another --heads, or "
             f"another --tp"
+        )
+    if flow.cuts_sequences and flow.context % degrees.tensor:
+        raise ConfigError(
+            f"--sequence-parallel cuts each sequence into equal parts, and --tp {degrees.tensor} does not divide "
+            f"--context {flow.context}; take another --context or --tp, or leave --sequence-parallel out"
         )
     if degrees.pipeline > 1:
         _check_stages(config, flow.schedule, degrees.pipeline)

@@ -97,7 +97,10 @@ def local_shape(tensor: Tensor) -> tuple[int, ...]:
 def _local_gradient(parameter: Tensor) -> Tensor:
     grad = parameter.grad
     assert grad is not None
-    return grad.to_local() if isinstance(grad, DTensor) else grad
+    if not isinstance(grad, DTensor):
+        return grad
+    assert not any(placement.is_partial() for placement in grad.placements), "a sum over ranks is still to be taken"
+    return grad.to_local()
 
 
 def _cut(name: str, tensor: Tensor, dim: int | None, layout: Layout, mesh: Mesh, is_fully_sharded: bool) -> Cut:

@@ -9,7 +9,7 @@ of the tied weight add up their gradients, and then, once a step, the replicas d
 [Note: Tied weights] Embedding (first stage) and head (last stage) are one parameter of the model. They start equal,
 get the same gradient and the same step, and so stay equal bit for bit.
 
-Shapes: B sequences of a micro-batch, T tokens, C channels, V vocabulary.
+Shapes: B sequences of a micro-batch, T tokens, S of them in this rank's slice, C channels, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,6 +26,7 @@ from gradsync.parallel.division import Flow, num_stages
 from gradsync.parallel.held import Held, clip_global_norm
 from gradsync.parallel.mesh import Mesh
 from gradsync.parallel.replica import MicroBatches, Replica, same_everywhere
+from gradsync.parallel.sequence import slices_of
 from gradsync.parallel.stage import Stage
 from gradsync.parallel.stage_clock import StageClock
 from gradsync.parallel.vocabulary import Vocabulary
@@ -56,6 +57,8 @@ class Pipelined(Replica):
         self._mesh = mesh
         self._vocabulary = vocabulary
         self._flow = flow
+        self._slices = slices_of(flow, mesh)
+        self.sequence_slice = self._slices.own
         self._divisor = 1
         self._sums: list[Tensor] = []
         self.engines = self._wrappers
@@ -145,12 +148,12 @@ class Pipelined(Replica):
 
     def _example(self, is_tokens: bool = False, is_logits: bool = False) -> Tensor:
         """Return a tensor without memory, of the form of what goes into or out of a stage."""
-        shape = (self._flow.micro_batch, self._flow.context)
+        num_sequences, length = self._flow.micro_batch, self._flow.context
         if is_tokens:
-            return torch.empty(shape, dtype=torch.int64, device="meta")
+            return torch.empty(num_sequences, length, dtype=torch.int64, device="meta")
         # Logits go nowhere, so their width does not matter.
-        width = 1 if is_logits else self.config.width
-        return torch.empty(*shape, width, device="meta", requires_grad=True)
+        last = (length, 1) if is_logits else (self._slices.length(length), self.config.width)
+        return torch.empty(num_sequences, *last, device="meta", requires_grad=True)
 
     def _loss_of_micro_batch(self, logits: Tensor, targets: Tensor) -> Any:
         """See [Note: Scale]."""
@@ -184,12 +187,13 @@ class Pipelined(Replica):
         """
         group, degree = self._mesh.pipeline_group, self._mesh.degrees.pipeline
         before, after = (self.stage - 1) % degree, (self.stage + 1) % degree
-        x = tokens
+        x = self._slices.padded(tokens)
+        shape = (len(tokens), self._slices.length(x.shape[1]), self.config.width)  # B, S, C
         for stage in self._stages:
             if not stage.is_first:
-                x = torch.empty(*tokens.shape, self.config.width, device=tokens.device)
+                x = torch.empty(shape, device=tokens.device)
                 dist.recv(x, group=group, group_src=before)
             x = stage(x)
             if not stage.is_last:
                 dist.send(x.contiguous(), group=group, group_dst=after)
-        return x if self._stages[-1].is_last else None
+        return x[:, : tokens.shape[1]] if self._stages[-1].is_last else None

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from gradsync.ddp.module import DistributedDataParallel
 from gradsync.model.gpt2 import GPT2, GPT2Config
+from gradsync.parallel.division import Flow
 from gradsync.parallel.held import Held, clip_global_norm, held_whole
 from gradsync.parallel.mesh import Mesh
+from gradsync.parallel.sequence import slices_of
 from gradsync.parallel.stage import Stage
 from gradsync.parallel.vocabulary import Vocabulary
 
@@ -41,6 +43,8 @@ class Replica(ABC):
     data_rank = 0
     data_world = 1
     stage = 0
+    sequence_slice = 0
+    """Which part of the sequences it has between matrices; 0 where it has all of them there."""
     speaks = True
     is_collective = False
     """Whether running the model takes other ranks, which must then run it as well, on inputs of the same shape."""
@@ -162,9 +166,11 @@ class Shared(Whole):
 
     is_collective = True
 
-    def __init__(self, stage: Stage, held: dict[str, Held], mesh: Mesh, vocabulary: Vocabulary) -> None:
+    def __init__(self, stage: Stage, held: dict[str, Held], mesh: Mesh, vocabulary: Vocabulary, flow: Flow) -> None:
         super().__init__(stage, held, nullcontext)  # a stage opens its context itself
         self._mesh = mesh
+        self._slices = slices_of(flow, mesh)
+        self.sequence_slice = self._slices.own
         self._vocabulary = vocabulary
         self.data_rank, self.data_world = mesh.data_rank, mesh.degrees.data
         self.speaks = mesh.tensor_rank == 0
@@ -175,17 +181,17 @@ class Shared(Whole):
 
     def summed_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Run the shared model."""
-        logits = self._bare(inputs)
+        logits = self._run(inputs)
         with self._losses():
             return self._spoken(self._vocabulary.summed_loss(logits, targets))
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Run the shared model."""
-        return self._vocabulary.gathered(self._bare(tokens))
+        return self._vocabulary.gathered(self._run(tokens))
 
     def next_token_logits(self, tokens: Tensor) -> Tensor:
         """All ranks take the first one's numbers, so that none draws another token."""
-        last = self._bare(tokens)[:, -1].contiguous()
+        last = self._run(tokens)[:, -1].contiguous()
         return same_everywhere(self._vocabulary.gathered(last), self._mesh)
 
     def clip_gradients(self, limit: float) -> float:
@@ -194,6 +200,10 @@ class Shared(Whole):
 
     def _training_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return self._vocabulary.summed_loss(self._wrapped(inputs), targets)
+
+    def _run(self, tokens: Tensor) -> Tensor:
+        """Return this rank's logits of sequences of any length."""
+        return self._bare(self._slices.padded(tokens))[:, : tokens.shape[1]]  # type: ignore[no-any-return]
 
     def _losses(self) -> AbstractContextManager[None]:
         return self._vocabulary.losses()

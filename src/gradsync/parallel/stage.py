@@ -3,7 +3,8 @@
 The parts keep the names that they have in the whole model. The arithmetic is that of ``model.gpt2``; only the end
 differs: a stage returns hidden states or logits, and what is made of the logits is ``Vocabulary``'s.
 
-Shapes: B sequences, T tokens, C channels, V vocabulary with its padding (or this rank's columns of it).
+Shapes: B sequences, T tokens, C channels, V vocabulary with its padding (or this rank's columns of it). Where sequences
+are cut (``tensor``), hidden states are those of this rank's slice of the T tokens.
 """
 
 from collections.abc import Callable

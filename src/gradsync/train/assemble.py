@@ -27,15 +27,17 @@ def assemble(config: TrainConfig, material: Material, device: torch.device) -> A
     assert material.model is not None
     replica = parallelize(material.model, material.wanted, device)
     # The weights are the same for every rank, the dropout masks are not.
-    torch.manual_seed(dropout_seed(config.seed, replica.data_rank, replica.stage))
+    torch.manual_seed(dropout_seed(config.seed, replica.data_rank, replica.stage, replica.sequence_slice))
     optimizer = make_optimizer(config, replica, device)
-    standing = Standing(replica.data_rank, replica.data_world, replica.stage, config.strategy == "fsdp")
+    standing = Standing(
+        replica.data_rank, replica.data_world, replica.stage, replica.sequence_slice, config.strategy == "fsdp"
+    )
     return Assembly(replica, optimizer, TrainingState(replica.held, optimizer, standing, device))
 
 
-def dropout_seed(seed: int, data_rank: int, stage: int = 0) -> int:
-    """Return the seed of the masks; ranks that share a stage of a replica must draw the same ones."""
-    return (seed * 1_000_003 + data_rank + 1 + (stage << 40)) % (MAX_SEED + 1)
+def dropout_seed(seed: int, data_rank: int, stage: int = 0, sequence_slice: int = 0) -> int:
+    """Return the seed of the masks; ranks that hold the same activations of a replica must draw the same ones."""
+    return (seed * 1_000_003 + data_rank + 1 + (stage << 40) + (sequence_slice << 52)) % (MAX_SEED + 1)
 
 
 def remarks(config: TrainConfig, material: Material) -> list[str]:
@@ -51,5 +53,9 @@ def remarks(config: TrainConfig, material: Material) -> list[str]:
         found.append(
             f"warning: --strategy {config.strategy} divides what replicas hold alike, and there is one replica: it has "
             f"no effect (--tp {degrees.tensor} --pp {degrees.pipeline} on {degrees.world} process(es))"
+        )
+    if config.sequence_parallel and degrees.tensor == 1:
+        found.append(
+            "warning: --sequence-parallel divides what the ranks of --tp hold alike, and --tp is 1: it has no effect"
         )
     return found

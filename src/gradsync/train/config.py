@@ -114,6 +114,9 @@ class TrainConfig:
         None, "replicas (by default what --tp and --pp leave)", "parallelism", per_start=True, at_least=1
     )
     tp: int = _option(1, "ranks that share the matrices of a replica (tensor parallel)", "parallelism", at_least=1)
+    sequence_parallel: bool = _option(
+        False, "have the ranks of --tp divide the tokens between the matrices as well: less memory", "parallelism"
+    )
     pp: int = _option(1, "stages that the blocks of a replica are divided into (pipeline)", "parallelism", at_least=1)
     schedule: PipelineSchedule = _option(
         "1f1b", "order of the micro-batches in a pipeline; interleaved makes two stages a rank", "parallelism"

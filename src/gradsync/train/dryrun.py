@@ -7,7 +7,7 @@ tells what backward would keep. So the figures follow the model and the options 
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gradsync.data.corpus import Corpus, load_corpus
@@ -17,11 +17,12 @@ from gradsync.model.layout import GPT2_LAYOUT
 from gradsync.parallel.degrees import Degrees
 from gradsync.parallel.division import num_stages
 from gradsync.parallel.stage import split_blocks
+from gradsync.train.activations import Activations, kept_by
 from gradsync.train.batch import BatchPlan
 from gradsync.train.build import make_loader
 from gradsync.train.config import TrainConfig
 from gradsync.train.modes import Modes
-from gradsync.train.outline import check_options
+from gradsync.train.outline import check_options, in_words
 
 _MIB = 2**20
 _MOMENTS = 2
@@ -59,7 +60,7 @@ def dry_run(config: TrainConfig, world: int, device_type: str) -> list[str]:
     with FakeTensorMode(), device:
         model = GPT2(outlined.shape)
         model.activation_checkpointing = config.activation_checkpointing
-        activations = _kept_bytes(model, plan, Modes(config.dtype, device, is_compiled=False), device)
+        activations = _kept(model, plan, Modes(config.dtype, device, is_compiled=False), device)
     memory = _memory(model, activations, degrees, config)
     return [
         *_model_lines(model),
@@ -70,24 +71,15 @@ def dry_run(config: TrainConfig, world: int, device_type: str) -> list[str]:
     ]
 
 
-def _kept_bytes(model: nn.Module, plan: BatchPlan, modes: Modes, device: torch.device) -> int:
-    """Return the bytes that one micro-batch's forward pass keeps for backward."""
-    own = {_storage_id(parameter) for parameter in model.parameters()}
-    kept: dict[int, Tensor] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        if _storage_id(tensor) not in own:
-            kept[_storage_id(tensor)] = tensor
-        return tensor
-
+def _kept(model: nn.Module, plan: BatchPlan, modes: Modes, device: torch.device) -> Activations:
+    """Return what one micro-batch's forward pass keeps for backward."""
     tokens = torch.zeros(plan.micro_batch, plan.context, dtype=torch.int64, device=device)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), modes.training():
-        model(tokens, tokens, reduction="sum")
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    with modes.training():
+        return kept_by(model, GPT2_LAYOUT, lambda: model(tokens, tokens, reduction="sum"))
 
 
-def _memory(model: GPT2, activations: int, degrees: Degrees, config: TrainConfig) -> Memory:
-    """Return what the rank with the largest stage needs; its activations are those of the undivided model."""
+def _memory(model: GPT2, activations: Activations, degrees: Degrees, config: TrainConfig) -> Memory:
+    """Return what the rank with the largest stage needs; its activations are those of all blocks."""
     parameters = max(_stage_bytes(model, degrees, blocks) for blocks in _blocks_of_ranks(model, degrees, config))
     of_all, of_moments = (1, 1) if config.strategy == "ddp" else (1, degrees.data)
     if config.strategy == "fsdp":
@@ -99,7 +91,7 @@ def _memory(model: GPT2, activations: int, degrees: Degrees, config: TrainConfig
         gradients=parameters // of_moments,
         buckets=parameters if has_buckets else 0,
         moments=parameters * _MOMENTS // of_moments,
-        activations=activations,
+        activations=activations.on_rank(degrees.tensor, config.sequence_parallel),
         checkpoint_copy=state // degrees.data if config.async_checkpoints else 0,
     )
 
@@ -139,8 +131,7 @@ def _model_lines(model: GPT2) -> list[str]:
 
 def _layout_lines(config: TrainConfig, degrees: Degrees) -> list[str]:
     return [
-        f"layout      {degrees.world} process(es): {config.strategy}, {degrees.data} replica(s) x {degrees.tensor} "
-        f"slice(s) of tensors x {degrees.pipeline} stage(s)"
+        f"layout      {degrees.world} process(es): {config.strategy}, {in_words(degrees, config.sequence_parallel)}"
     ]
 
 
@@ -169,7 +160,3 @@ def _file_lines(config: TrainConfig, model: nn.Module) -> list[str]:
         f"writes      {config.run}: config.yaml, metrics.jsonl, starts.jsonl, samples/, checkpoints/",
         f"            checkpoints of {size:,.1f} MiB, up to {count} at a time",
     ]
-
-
-def _storage_id(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

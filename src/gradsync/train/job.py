@@ -35,6 +35,7 @@ from gradsync.train.initial import check_can_begin
 from gradsync.train.interrupt import StopRequests
 from gradsync.train.modes import Modes
 from gradsync.train.optim import Schedule
+from gradsync.train.outline import in_words
 from gradsync.train.phases import Phases
 from gradsync.train.ranks import Ranks, together
 from gradsync.train.runfolder import RunFolder
@@ -281,10 +282,7 @@ class Job:
             f"{self._material.num_parameters:,} parameters"
         )
         if self._config.strategy != "ddp" or degrees.tensor * degrees.pipeline > 1:
-            self.note(
-                f"layout: {self._config.strategy}; {degrees.data} replica(s) x {degrees.tensor} slice(s) of tensors x "
-                f"{degrees.pipeline} stage(s)"
-            )
+            self.note(f"layout: {self._config.strategy}; {in_words(degrees, self._config.sequence_parallel)}")
         for line in remarks(self._config, self._material):
             self.note(line)
         self.note(
@@ -293,7 +291,9 @@ class Job:
         )
 
     def _layout(self) -> dict[str, Any]:
-        return {"strategy": self._config.strategy, **asdict(self._material.wanted.degrees)}
+        wanted = self._material.wanted
+        sequence = {"sequence_parallel": wanted.flow.cuts_sequences}
+        return {"strategy": self._config.strategy, **asdict(wanted.degrees), **sequence}
 
     def _word_for_replica(self) -> str:
         return "rank(s)" if self._material.wanted.degrees.data == self._place.ranks.world else "replica(s)"

@@ -79,8 +79,8 @@ def plan_of(config: TrainConfig, degrees: Degrees, device_type: str) -> BatchPla
 
 
 def flow_of(config: TrainConfig, plan: BatchPlan) -> Flow:
-    """Return what goes through a pipeline in one step."""
-    return Flow(config.schedule, plan.accumulation, plan.micro_batch, plan.context)
+    """Return what goes through a replica in one step."""
+    return Flow(config.schedule, plan.accumulation, plan.micro_batch, plan.context, config.sequence_parallel)
 
 
 def shape_of(config: TrainConfig, tokenizer: Tokenizer) -> GPT2Config:
@@ -102,6 +102,12 @@ def shape_of(config: TrainConfig, tokenizer: Tokenizer) -> GPT2Config:
         dropout=config.dropout,
         **changes,
     )
+
+
+def in_words(degrees: Degrees, cuts_sequences: bool) -> str:
+    """Return what a run is divided into, for the user."""
+    of = "tensors and sequences" if cuts_sequences else "tensors"
+    return f"{degrees.data} replica(s) x {degrees.tensor} slice(s) of {of} x {degrees.pipeline} stage(s)"
 
 
 def _check_files(config: TrainConfig) -> None:

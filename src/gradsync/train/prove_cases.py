@@ -45,6 +45,7 @@ class Case:
     micro_batches: int = 1
     syncs_late: bool = False
     """Whether every backward runs under ``no_sync()`` and the gradients are synchronised after the last one."""
+    cuts_sequences: bool = False
     backend: str = "gloo"
 
     @property
@@ -79,6 +80,7 @@ def joint_cases(world: int) -> list[Case]:
     if world % 2 == 0:
         rows += [
             Case(f"{around}tensor", Degrees(half, 2)),
+            Case(f"{around}tensor, sequence", Degrees(half, 2), cuts_sequences=True),
             *(
                 Case(f"{around}pipeline, {name}", Degrees(half, 1, 2), schedule=schedule, micro_batches=MICRO_BATCHES)
                 for name, schedule in _SCHEDULES.items()
@@ -86,6 +88,7 @@ def joint_cases(world: int) -> list[Case]:
         ]
     if world % 2 == 0 and half > 1:
         rows.append(Case("FSDP x tensor", Degrees(half, 2), "fsdp"))
+        rows.append(Case("FSDP x tensor, sequence", Degrees(half, 2), "fsdp", cuts_sequences=True))
         rows.append(Case("FSDP x pipeline", Degrees(half, 1, 2), "fsdp", micro_batches=MICRO_BATCHES))
     if world % 4 == 0:
         around = "DDP x " if quarter > 1 else ""
@@ -105,15 +108,19 @@ def cases(backend: str, others: Sequence[str]) -> list[Case]:
         Case("ZeRO", Degrees(2), "zero", micro_batches=2),
         Case("FSDP", Degrees(2), "fsdp", micro_batches=2),
         Case("tensor parallel", Degrees(1, 2), micro_batches=2),
+        Case("tensor and sequence parallel", Degrees(1, 2), micro_batches=2, cuts_sequences=True),
         *(
             Case(f"pipeline, {name}", Degrees(1, 1, 2), schedule=schedule, micro_batches=MICRO_BATCHES)
             for name, schedule in _SCHEDULES.items()
         ),
         Case("DDP x tensor", Degrees(2, 2)),
+        Case("DDP x tensor, sequence", Degrees(2, 2), cuts_sequences=True),
         Case("DDP x pipeline", Degrees(2, 1, 2), micro_batches=MICRO_BATCHES),
         Case("FSDP x tensor", Degrees(2, 2), "fsdp"),
+        Case("FSDP x tensor, sequence", Degrees(2, 2), "fsdp", cuts_sequences=True),
         Case("FSDP x pipeline", Degrees(2, 1, 2), "fsdp", micro_batches=MICRO_BATCHES),
         Case("tensor x pipeline", Degrees(1, 2, 2), micro_batches=MICRO_BATCHES),
+        Case("tensor, sequence x pipeline", Degrees(1, 2, 2), micro_batches=MICRO_BATCHES, cuts_sequences=True),
     ]
     rows = [_with_backend(row, backend) for row in rows]
     for other in others:
@@ -164,7 +171,8 @@ class GPTSubject:
         """Divide the model as the row says."""
         model = _seeded_gpt()
         per_rank = self._sequences // case.degrees.data
-        flow = Flow(case.schedule, case.micro_batches, per_rank // case.micro_batches, _SHAPE.context)
+        micro_batch = per_rank // case.micro_batches
+        flow = Flow(case.schedule, case.micro_batches, micro_batch, _SHAPE.context, case.cuts_sequences)
         wanted = Wanted(case.strategy, case.degrees, flow)
         return parallelize(model, wanted, device)
 

@@ -1,9 +1,9 @@
 """What a checkpoint holds of a run, as tensors by name, and how it is put back.
 
 Names are those of the bare model, whatever wraps or divides it: ``model.<parameter>``,
-``optimizer.<parameter>.<key>``, ``random.<data rank>.<device>``. A rank that holds only a part of a tensor gives its
-pieces with their places in the whole (``parallel.pieces``), so a checkpoint does not depend on the layout. Where the
-tensors are stored is the business of ``checkpoint.py``.
+``optimizer.<parameter>.<key>``, ``random.<data rank>[.stage<n>][.slice<n>].<device>``. A rank that holds only a part of
+a tensor gives its pieces with their places in the whole (``parallel.pieces``), so a checkpoint does not depend on the
+layout. Where the tensors are stored is the business of ``checkpoint.py``.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -25,11 +25,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Standing:
-    """Which part of a run a rank is: its number among those that see other data, and its stage of a pipeline."""
+    """Which part of a run a rank is: its number among those that see other data, its stage of a pipeline, its slice."""
 
     data_rank: int = 0
     data_world: int = 1
     stage: int = 0
+    sequence_slice: int = 0
     is_fully_sharded: bool = False
     """Whether the ranks that see other data hold other parts of the model."""
 
@@ -119,9 +120,11 @@ class TrainingState:
         optimizer.load_state_dict(packed)
 
     def _random_states(self) -> State:
-        # Ranks that share a replica drop out the same activations; the stages of one each have their own.
-        stage = f".stage{self.standing.stage}" if self.standing.stage else ""
-        prefix = f"random.{self.standing.data_rank}{stage}"
+        # Ranks that share a replica drop out the same activations; stages and slices of one each have their own.
+        standing = self.standing
+        stage = f".stage{standing.stage}" if standing.stage else ""
+        part = f".slice{standing.sequence_slice}" if standing.sequence_slice else ""
+        prefix = f"random.{standing.data_rank}{stage}{part}"
         states: State = {f"{prefix}.cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             states[f"{prefix}.cuda"] = torch.cuda.get_rng_state(self.device)

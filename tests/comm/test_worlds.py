@@ -1,0 +1,41 @@
+"""Ranks that make a world, leave it and make the next one, at the same address."""
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gradsync
+from gradsync.comm.process import destroy_process_group
+from listening import free_port
+
+
+def worlds_in_sequence(rank: int, world: int, port: int, way: str) -> list[float]:
+    dist.destroy_process_group()  # the pool's
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+    place = {} if way == "env://" else {"rank": rank, "world_size": world}
+    found = []
+    for backend, leave in (("gloo", dist.destroy_process_group), ("shm", destroy_process_group), ("gloo", leave_alone)):
+        gradsync.init_process_group(backend, way, timedelta(seconds=20), soft_limit_s=5, **place)
+        model = gradsync.DistributedDataParallel(nn.Linear(2, 1, bias=False))
+        model(torch.full((1, 2), float(rank))).sum().backward()
+        found.append(float(model.module.weight.grad[0, 0]))
+        leave()
+    return found
+
+
+def leave_alone() -> None:
+    pass
+
+
+@pytest.mark.parametrize("way", ["env://", "tcp://127.0.0.1:{port}"])
+def test_worlds_in_sequence(ranks: Any, way: str) -> None:
+    port = free_port()
+    try:
+        assert ranks(worlds_in_sequence, port, way.format(port=port)) == [[0.5] * 3] * 2
+    finally:
+        ranks.close()
