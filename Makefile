@@ -18,8 +18,9 @@ BIN := $(VENV)/bin
 REQUIREMENTS_STAMP := $(VENV)/requirements.stamp
 PACKAGE_STAMP := $(VENV)/package.stamp
 TEST_MARKS := not stress and not clients
-# Some processes at once, each with test files of its own (see tests/conftest.py); PYTEST_ARGS="-n 0": one after the other
-TEST_SPREAD := -n auto --dist loadfile --no-loadscope-reorder
+# make test WORKERS=auto: test files are spread over some processes, which takes half the time (see tests/conftest.py)
+WORKERS ?= 0
+TEST_SPREAD := $(if $(filter-out 0,$(WORKERS)),-n $(WORKERS) --dist loadfile --no-loadscope-reorder)
 
 .DEFAULT_GOAL := help
 .PHONY: help train test check test-clients faults lint format clean

@@ -16,7 +16,7 @@ def three_hosts() -> Iterator[list[Host]]:
         yield made
 
 
-def doctor(made: list[Host], num_started: int = 3, timeout_s: int = 5) -> tuple[list[int], list[str]]:
+def doctor(made: list[Host], num_started: int = 3, timeout_s: int = 10) -> tuple[list[int], list[str]]:
     common = {"WORLD_SIZE": "3", "MASTER_ADDR": made[0].name, "MASTER_PORT": "29513"}
     common |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     processes: list[subprocess.Popen[str]] = [
@@ -47,6 +47,6 @@ def test_a_blocked_way_is_named_with_both_ends(three_hosts: list[Host]) -> None:
 
 
 def test_a_rank_that_does_not_come(three_hosts: list[Host]) -> None:
-    codes, stories = doctor(three_hosts, num_started=2, timeout_s=2)
+    codes, stories = doctor(three_hosts, num_started=2, timeout_s=10)
     assert codes == [1, 1], "\n".join(stories)
     assert "rank 0 of 3 did not meet the others at node0:29513" in stories[0]

@@ -12,7 +12,7 @@ from listening import addresses
 from whole_batch import train_on_all_batches
 
 PROGRAM = str(Path(__file__).with_name("rank_program.py"))
-TIMEOUT_S = 20.0  # of which the ranks may start some seconds apart
+TIMEOUT_S = 12.0  # of which the ranks may start some seconds apart
 PATIENCE_S = 180.0
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]

@@ -297,7 +297,7 @@ def chain_text(error: BaseException | None) -> str:
     return "\n".join(lines)
 
 
-def impatient_group(world: int, seconds: float = 5.0) -> dist.ProcessGroup:
+def impatient_group(world: int, seconds: float = 3.0) -> dist.ProcessGroup:
     """A group of all ranks that gives up waiting soon."""
     group = dist.new_group(list(range(world)), timeout=timedelta(seconds=seconds))
     assert isinstance(group, dist.ProcessGroup)

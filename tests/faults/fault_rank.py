@@ -16,7 +16,7 @@ from injector import Fault, Trap, arm
 
 from training_jobs import options_for, train
 
-SOFT_LIMIT_S = 5.0
+SOFT_LIMIT_S = 3.0
 START_LIMIT_S = 12.0
 
 
