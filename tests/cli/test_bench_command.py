@@ -95,6 +95,11 @@ def test_ctrl_c_ends_all_ranks_with_its_code(tmp_path):
         ("--workload", "nothing"),
         ("--only", "torch/nothing"),
         ("--rounds", "0"),
+        ("collectives", "--rounds", "0"),
+        ("collectives", "--nproc", "0"),
+        ("collectives", "--max-mib", "0"),
+        ("recording", "--nproc", "0"),
+        ("--backend", "mpi"),
     ],
 )
 def test_wrong_usage_is_said_in_one_line(arguments, capsys):
@@ -117,3 +122,26 @@ def test_under_a_launcher_its_ranks_are_measured_and_the_first_speaks(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("toy: 2 processes") == 1
     assert json.loads((tmp_path / "out.json").read_text())["workloads"][0]["nproc"] == 2
+
+
+@pytest.mark.slow
+def test_mpi_is_measured_where_mpiexec_has_started_the_ranks(tmp_path):
+    mpiexec = Path(sys.executable).parent / "mpiexec"
+    if not mpiexec.exists():
+        pytest.skip("no mpiexec beside this Python: pip install 'gradsync[mpi]' mpich")
+    arguments = ["bench", "--workload", "toy", "--rounds", "1", "--backend", "mpi", "--only", "torch/mpi4py"]
+    command = [str(mpiexec), "-n", "2", sys.executable, "-m", "gradsync", *arguments]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("torch/mpi4py") > 0
+
+
+def test_isolation_is_refused_under_a_launcher(monkeypatch, capsys):
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    assert main(["bench", "--isolate"]) == 2
+    assert "under a launcher" in capsys.readouterr().err

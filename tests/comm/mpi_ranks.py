@@ -18,7 +18,7 @@ import gradsync
 from gradsync.comm.process import destroy_process_group
 
 
-def new_group(timeout_s: float = 20.0, ranks: list[int] | None = None) -> Any:
+def new_group(timeout_s: float = 90.0, ranks: list[int] | None = None) -> Any:
     """An MPI group of all ranks (or some); its memory is nobody else's."""
     group: Any = dist.new_group(ranks, backend="mpi4py", timeout=timedelta(seconds=timeout_s))
     if group is not dist.GroupMember.NON_GROUP_MEMBER:

@@ -13,13 +13,13 @@ from gradsync.comm import shm
 from whole_batch import train_on_all_batches
 
 
-def new_group(timeout_s: float = 20.0, ranks: list[int] | None = None) -> Any:
+def new_group(timeout_s: float = 90.0, ranks: list[int] | None = None) -> Any:
     shm.register()
     return dist.new_group(ranks, backend="shm", timeout=timedelta(seconds=timeout_s))
 
 
 @contextmanager
-def shm_group(timeout_s: float = 20.0, ranks: list[int] | None = None) -> Iterator[Any]:
+def shm_group(timeout_s: float = 90.0, ranks: list[int] | None = None) -> Iterator[Any]:
     """A shm group of all ranks (or some) for one job."""
     group = new_group(timeout_s, ranks)
     try:

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -46,3 +47,34 @@ def test_another_users_process_is_not_let_in(tmp_path: Path, monkeypatch: pytest
     outcome = _both(tmp_path / "store")
     assert all(isinstance(each, BackendError) for each in outcome.values())
     assert "did not connect" in str(outcome[0])
+
+
+def test_a_rank_that_cannot_come_is_not_waited_for(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 2)  # type: ignore[attr-defined]
+    with (
+        pytest.raises(BackendError, match="rank 1 cannot take part in a group: .*no memory"),
+        meeting.telling_absence(store, 1, "rank 1"),
+    ):
+        raise OSError("no memory")
+    for wait in (
+        lambda: meeting.meet(store, 0, 2, Segment(4096), timedelta(seconds=60)),
+        lambda: meeting.exchange_hosts(store, 0, 2, timedelta(seconds=60)),
+    ):
+        with pytest.raises(BackendError, match="the group cannot be made: rank 1 cannot take part .*no memory"):
+            wait()
+
+
+def test_the_word_of_a_former_group_is_taken_back(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 2)  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="now"), meeting.telling_absence(store, 1, "rank 1"):
+        raise ValueError("now")
+
+    def come_later() -> None:
+        time.sleep(2 * meeting._LOOK_S)
+        with meeting.telling_absence(store, 1, "rank 1"):
+            store.set("host/1", "here")
+
+    thread = threading.Thread(target=come_later)
+    thread.start()
+    assert meeting.exchange_hosts(store, 0, 2, timedelta(seconds=60))[1] == "here"
+    thread.join()

@@ -5,6 +5,8 @@ import gc
 import multiprocessing
 import os
 import random
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -18,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shm_jobs import shm_group
+from shm_jobs import new_group, shm_group
 
 from gradsync.comm.shm import ShmGroup
 from gradsync.comm.shm_collectives import STAGE_BYTES
@@ -341,6 +343,85 @@ def error_in_torch_ddp(rank: int, world: int) -> None:
 
 def test_torch_ddp_raises_the_error(ranks: RankPool) -> None:
     ranks(error_in_torch_ddp)
+
+
+def sizes_differ(rank: int, world: int, theirs: int, mine: int) -> None:
+    """What rank 0 sends has ``theirs`` bytes, and rank 1 expects ``mine``; everything between others is right."""
+    sent, expected = torch.ones(theirs, dtype=torch.uint8), torch.ones(mine, dtype=torch.uint8)
+    calls: list[Callable[[Any], Any]] = [
+        lambda group: group.broadcast([sent if rank == 0 else expected], root=0),
+        lambda group: group.scatter(
+            [sent.clone() if rank == 0 else expected], [[sent, sent]] if rank == 0 else [[]], root=0
+        ),
+        lambda group: (
+            group.alltoall([torch.empty_like(sent), torch.empty_like(sent)], [sent, sent])
+            if rank == 0
+            else group.alltoall([expected, sent], [sent, sent])
+        ),
+    ]
+    for call in calls:
+        with shm_group() as group, pytest.raises(BackendError) as raised:
+            call(group).wait()
+            group.barrier().wait()  # who only sends a little learns of it here
+        assert re.search(f"rank 0 sends {theirs} bytes to rank 1 in .* rank 1 expects {mine}", str(raised.value))
+
+
+@pytest.mark.parametrize("sizes", [(LARGE // 2, LARGE), (LARGE, LARGE // 2), (LARGE, LARGE + 1), (40_000, 2 * LARGE)])
+def test_readers_that_expect_another_amount_are_told_with_the_sizes(ranks: RankPool, sizes: tuple[int, int]) -> None:
+    ranks(sizes_differ, *sizes)
+
+
+def nothing_differs(rank: int, world: int, sent: int, expected: int) -> None:
+    rows = [torch.ones(1), torch.ones(sent)] if rank == 0 else [torch.ones(1), torch.ones(1)]
+    room = [torch.ones(1), torch.ones(1)] if rank == 0 else [torch.ones(expected), torch.ones(1)]
+    with shm_group() as group, pytest.raises(BackendError) as raised:
+        group.alltoall(room, rows).wait()
+        group.barrier().wait()
+    assert f"rank 0 sends {4 * sent} bytes to rank 1" in str(raised.value)
+
+
+@pytest.mark.parametrize("sizes", [(3, 4), (4, 3), (0, 1), (1, 0), (0, LARGE)])
+def test_all_to_all_with_rows_of_other_sizes(ranks: RankPool, sizes: tuple[int, int]) -> None:
+    ranks(nothing_differs, *sizes)
+
+
+def out_of_descriptors(rank: int, world: int, poor_rank: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if rank == poor_rank:
+        used = max(map(int, os.listdir("/proc/self/fd")))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 4, hard))
+    try:
+        with pytest.raises(BackendError, match=rf"rank {poor_rank} cannot take part.*ulimit -n"):
+            new_group(timeout_s=60.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("poor_rank", [0, 1])
+def test_a_rank_without_descriptors_is_named_by_all(poor_rank: int) -> None:
+    with contextlib.closing(RankPool(2)) as pool:  # torch keeps what is left of a group that was not made
+        pool(out_of_descriptors, poor_rank)
+
+
+def used_in_a_child(group: ShmGroup, rank: int, pipe: Connection) -> None:
+    group.barrier().wait()
+    child = os.fork()
+    if child == 0:
+        try:
+            group.barrier().wait()
+        except BackendError as error:
+            pipe.send(str(error))
+        os._exit(0)
+    os.waitpid(child, 0)
+    group.barrier().wait()
+
+
+def test_a_forked_child_is_told_whose_the_group_is(tmp_path: Path) -> None:
+    party = Party(tmp_path, 2, used_in_a_child)
+    for rank in (0, 1):
+        assert f"in a child that was forked from rank {rank}" in party.hear(rank)
+        assert party.hear(rank)[0] == "no error"
+    party.end()
 
 
 def alone(group: ShmGroup, rank: int, pipe: Connection) -> None:

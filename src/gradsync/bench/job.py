@@ -3,6 +3,7 @@
 import importlib
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from gradsync.bench.collectives import CollectiveTiming, copy_bandwidth, time_co
 from gradsync.bench.recording import RecordingCost, time_recording
 from gradsync.bench.rounds import Contestant, Timing, time_contestants
 from gradsync.bench.workloads import WORKLOADS, Workload, workload_of_factory
-from gradsync.comm import shm
+from gradsync.comm.backends import choose_backend
 from gradsync.comm.process import destroy_process_group, init_process_group
 
 
@@ -57,14 +58,15 @@ def run_bench(job: BenchJob) -> list[Timing]:
     """Return this rank's timings."""
     workload = _workload(job)  # before the ranks meet: all fail alike
     result: list[Timing] = _on_rank(
-        lambda: time_contestants(job.contestants, workload, job.num_rounds, job.measures_memory)
+        lambda: time_contestants(job.contestants, workload, job.num_rounds, job.measures_memory),
+        [contestant.backend for contestant in job.contestants],
     )
     return result
 
 
 def run_collectives(job: CollectivesJob) -> CollectivesResult:
     """Return this rank's timings of single collectives."""
-    result: CollectivesResult = _on_rank(lambda: _collectives(job))
+    result: CollectivesResult = _on_rank(lambda: _collectives(job), job.backends)
     return result
 
 
@@ -88,12 +90,13 @@ def _workload(job: BenchJob) -> Workload:
     return workload_of_factory(job.model)
 
 
-def _on_rank(measure: Any) -> Any:
+def _on_rank(measure: Any, backends: Iterable[str | None] = ()) -> Any:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     init_process_group("auto" if torch.cuda.is_available() else "gloo")
-    if shm.is_available() is None:
-        shm.register()
+    for backend in backends:
+        if backend is not None:
+            choose_backend(backend)  # makes it known to torch where torch does not know it
     result = measure()
     destroy_process_group()
     return result

@@ -4,20 +4,18 @@ import json
 import os
 import platform
 import statistics
-import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gradsync.cli.bench_tables import Result, milliseconds, print_collectives, print_table
 from gradsync.cli.local_ranks import run_ranks
 from gradsync.cli.options import Parser, check_can_be_written, new_parser
 from gradsync.comm.launchers import adopt
 from gradsync.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gradsync.bench.collectives import CollectiveTiming
     from gradsync.bench.rounds import Contestant, Timing
 
 _DESCRIPTION = (
@@ -28,7 +26,6 @@ _DESCRIPTION = (
 _WORKLOADS = ("toy", "many", "mlp", "gpt-small", "gpt2")
 _LARGE = ("gpt-small", "gpt2")
 _ISOLATED_STEPS = 3
-_BASELINE = "torch/gloo"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -46,7 +43,12 @@ def _main(arguments: Sequence[str]) -> int:
         return _main_recording(arguments[1:])
     parser = new_parser("bench", _DESCRIPTION)
     parser.option("--workload", str, ",".join(_WORKLOADS[:3]), f"which, by commas: {', '.join(_WORKLOADS)}, or 'all'")
-    parser.option("--model", str | None, None, "MODULE:FUNCTION that returns (module, batch) or (module, batch, loss)")
+    parser.option(
+        "--model",
+        str | None,
+        None,
+        "MODULE:FUNCTION that returns (module, batch) or (module, batch, loss); loss(output, batch)",
+    )
     _add_common(parser)
     parser.option(
         "--only", str | None, None, "contestants by their names in the table, by commas: bare,torch/gloo,gradsync/shm"
@@ -63,16 +65,20 @@ def _main(arguments: Sequence[str]) -> int:
         "compete for memory; always done for gpt-small and gpt2",
     )
     given = _given(parser, arguments)
+    if given.isolate and adopt(os.environ) is not None:
+        raise ConfigError("--isolate starts processes anew in each round; under a launcher these are the launcher's")
     results = []
     for workload in _chosen_workloads(given):
         results.append(_bench_one(workload, given))
-        _print_table(results[-1])
+        print_table(results[-1])
     _write_json(given.json, {"workloads": [r.as_json() for r in results]})
     return 0
 
 
 def _given(parser: Parser, arguments: Sequence[str]) -> Any:
     given = parser.parse_args(list(arguments))
+    if given.nproc < 1 or given.rounds < 1:
+        raise ConfigError("--nproc and --rounds must be at least 1")
     if _speaks():
         check_can_be_written("--json", given.json)
     return given
@@ -101,8 +107,6 @@ def _add_common(parser: Any) -> None:
 
 
 def _chosen_workloads(given: Any) -> list[str]:
-    if given.nproc < 1 or given.rounds < 1:
-        raise ConfigError("--nproc and --rounds must be at least 1")
     if given.model is not None:
         return [given.model]
     chosen = list(_WORKLOADS) if given.workload == "all" else given.workload.split(",")
@@ -112,24 +116,7 @@ def _chosen_workloads(given: Any) -> list[str]:
     return chosen
 
 
-@dataclass
-class _Result:
-    workload: str
-    nproc: int
-    timings: "list[Timing]"
-    peak_bytes: dict[str, int]
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "workload": self.workload,
-            "nproc": self.nproc,
-            "step_s": {t.contestant.name: t.step_s for t in self.timings},
-            "exposed_s": {t.contestant.name: t.exposed_s for t in self.timings},
-            "peak_bytes": self.peak_bytes,
-        }
-
-
-def _bench_one(workload: str, given: Any) -> _Result:
+def _bench_one(workload: str, given: Any) -> Result:
     contestants = _chosen(_contestants(_backends(given.backend), given.threads_variant), given.only)
     isolates = given.isolate or workload in _LARGE
     if isolates and adopt(os.environ) is None:
@@ -139,10 +126,10 @@ def _bench_one(workload: str, given: Any) -> _Result:
     if given.memory:
         for contestant in contestants:
             peaks[contestant.name] = _peak(_time((contestant,), workload, 1, given, measures_memory=True))
-    return _Result(workload, given.nproc, timings, peaks)
+    return Result(workload, given.nproc, timings, peaks)
 
 
-def _bench_isolated(workload: str, contestants: "tuple[Contestant, ...]", given: Any) -> _Result:
+def _bench_isolated(workload: str, contestants: "tuple[Contestant, ...]", given: Any) -> Result:
     """Alternate as ever, but between processes: a sample is the median of a few steps of a fresh one."""
     from gradsync.bench.rounds import Timing
 
@@ -161,7 +148,7 @@ def _bench_isolated(workload: str, contestants: "tuple[Contestant, ...]", given:
     for timing in timings:
         if exposed[timing.contestant.name]:
             timing.exposed_s = statistics.median(exposed[timing.contestant.name])
-    return _Result(workload, given.nproc, timings, peaks)
+    return Result(workload, given.nproc, timings, peaks)
 
 
 def _time(
@@ -201,9 +188,16 @@ def _chosen(contestants: "tuple[Contestant, ...]", only: str | None) -> "tuple[C
 
 def _backends(given: str | None) -> list[str]:
     if given is not None:
+        from gradsync.comm import mpi
         from gradsync.comm.backends import choose_backend
 
-        return [choose_backend(name).name for name in given.split(",")]
+        names = [choose_backend(name).name for name in given.split(",")]
+        place = adopt(os.environ)
+        if mpi.NAME in names and (place is None or place.launcher != "mpiexec"):
+            raise ConfigError(
+                "--backend mpi needs ranks that mpiexec has started: mpiexec -n 2 gradsync bench --backend mpi"
+            )
+        return names
     import torch
 
     from gradsync.comm import shm
@@ -211,44 +205,6 @@ def _backends(given: str | None) -> list[str]:
     if torch.cuda.is_available():
         return ["nccl"]
     return ["gloo"] if shm.is_available() else ["gloo", shm.NAME]
-
-
-def _print_table(result: _Result) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    by_name = {t.contestant.name: t for t in result.timings}
-    bare, baseline = by_name["bare"], by_name.get(_BASELINE)
-    table = Table(title=f"{result.workload}: {result.nproc} processes, medians of {len(bare.step_s)} rounds")
-    table.add_column("", no_wrap=True)
-    columns = ["step", "sync cost", "exposed", f"step / {_BASELINE}", f"sync / {_BASELINE}"]
-    for column in columns + (["peak memory"] if result.peak_bytes else []):
-        table.add_column(column, justify="right")
-    for timing in result.timings:
-        row = [timing.contestant.name, _ms(timing.median_s), _ms(timing.median_s - bare.median_s)]
-        row.append("" if timing.exposed_s is None else _ms(timing.exposed_s))
-        row += [_ratio(timing, baseline), _sync_ratio(timing, baseline, bare)]
-        if result.peak_bytes:
-            row.append(f"{result.peak_bytes[timing.contestant.name] / 2**20:,.0f} MiB")
-        table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 110).print(table)
-
-
-def _ratio(timing: "Timing", baseline: "Timing | None") -> str:
-    """Median of the ratios round by round: what drifts in the machine's speed cancels out."""
-    if baseline is None:
-        return ""
-    return f"{statistics.median(a / b for a, b in zip(timing.step_s, baseline.step_s, strict=True)):.3f}"
-
-
-def _sync_ratio(timing: "Timing", baseline: "Timing | None", bare: "Timing") -> str:
-    if baseline is None or baseline.median_s <= bare.median_s:
-        return ""
-    return f"{(timing.median_s - bare.median_s) / (baseline.median_s - bare.median_s):.3f}"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f} ms"
 
 
 def _main_collectives(arguments: Sequence[str]) -> int:
@@ -260,9 +216,11 @@ def _main_collectives(arguments: Sequence[str]) -> int:
     from gradsync.bench.job import CollectivesJob, run_collectives
 
     sizes = tuple(size for size in SIZES if size <= given.max_mib * MIB)
+    if not sizes:
+        raise ConfigError(f"--max-mib {given.max_mib:g} is less than the smallest size, {min(SIZES) / MIB:g}")
     job = CollectivesJob(tuple(_backends(given.backend)), sizes, OPERATIONS, given.rounds)
     result = _measure(run_collectives, given, job)[0]
-    _print_collectives(result.timings, given.nproc)
+    print_collectives(result.timings, given.nproc)
     if any(t.backend.endswith("*") for t in result.timings):
         print("* tensors in memory of their own; without the star they lie in the memory that the ranks share")
     print(f"copying in memory, all ranks at once: {result.copy_bytes_per_s / 1e9:.1f} GB/s a rank")
@@ -288,32 +246,11 @@ def _main_recording(arguments: Sequence[str]) -> int:
     cost = _measure(run_recording, given, RecordingJob(given.workload, given.rounds))[0]
     for kind, samples in cost.step_s.items():
         ratio = statistics.median(a / b for a, b in zip(samples, cost.step_s["off"], strict=True))
-        print(f"{kind:<10} {_ms(statistics.median(samples))} a step, {ratio:.4f} of that without a recorder")
+        print(f"{kind:<10} {milliseconds(statistics.median(samples))} a step, {ratio:.4f} of that without a recorder")
     alone = f"{cost.calls_s * 1e6:.1f} us a step with {cost.num_buckets} buckets"
     print(f"the recorder's calls alone: {alone}, {cost.share:.3%}")
     _write_json(given.json, {"recording": cost.step_s, "calls_s": cost.calls_s, "nproc": given.nproc})
     return 0
-
-
-def _print_collectives(timings: "Sequence[CollectiveTiming]", nproc: int) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    backends = list(dict.fromkeys(t.backend for t in timings))
-    table = Table(title=f"collectives: {nproc} processes, medians")
-    for column in ("operation", "size", *backends, *(f"{backends[0]} / {b}" for b in backends[1:])):
-        table.add_column(column, justify="left" if column == "operation" else "right")
-    rows: dict[tuple[str, int], dict[str, float]] = {}
-    for timing in timings:
-        rows.setdefault((timing.operation, timing.num_bytes), {})[timing.backend] = timing.median_s
-    for (operation, num_bytes), medians in rows.items():
-        factors = [f"{medians[backends[0]] / medians[b]:.1f}x" for b in backends[1:]]
-        table.add_row(operation, _size(num_bytes), *(_ms(medians[b]) for b in backends), *factors)
-    Console(width=None if sys.stdout.isatty() else 110).print(table)
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes >> 20} MiB" if num_bytes >= 2**20 else f"{num_bytes >> 10} KiB"
 
 
 def _write_json(path: str | None, content: dict[str, Any]) -> None:

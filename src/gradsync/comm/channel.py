@@ -131,6 +131,11 @@ class Channel:
                     f"{what} timed out on {me}: nothing came from {self.name_of(error.missing)}; that rank "
                     "is late, stuck, or has issued fewer operations on this group"
                 )
+            case WireClosedError() if self.wire.is_inherited:
+                text = (
+                    f"{what} was issued in a child that was forked from {me}: a process group belongs to the process "
+                    "that made it; use it there, or start the child with the spawn method and make its own"
+                )
             case WireClosedError():
                 text = f"the group was destroyed on {me} while {what} was not complete; wait for it first"
             case _:

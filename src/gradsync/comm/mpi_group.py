@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gradsync.comm import arguments
 from gradsync.comm.combine import Reduction, reduction_of
+from gradsync.comm.meeting import telling_absence
 from gradsync.comm.mpi_meeting import Members, meet
 from gradsync.comm.mpi_messages import Messages, MessageWork
 from gradsync.comm.mpi_requests import Notices, Waiter, has_abandoned
@@ -36,8 +37,10 @@ class MpiGroup(PythonGroup):
     def __init__(
         self, store: Any, rank: int, global_ranks: Sequence[int], timeout: timedelta, name: str = "default"
     ) -> None:
-        members = meet(_torch.PrefixStore("mpi", store), rank, global_ranks, timeout)
-        super().__init__(store, rank, len(global_ranks), timeout, _inner_gloo(store, rank, members, timeout))
+        meeting_store = _torch.PrefixStore("mpi", store)
+        with telling_absence(meeting_store, rank, f"rank {global_ranks[rank]}"):
+            members = meet(meeting_store, rank, global_ranks, timeout)
+            super().__init__(store, rank, len(global_ranks), timeout, _inner_gloo(store, rank, members, timeout))
         self._global_ranks = list(global_ranks)
         # Collective over the members only, and only now that all of them are known to be here.
         chosen = MPI.COMM_WORLD.Get_group().Incl(members.mpi_ranks)

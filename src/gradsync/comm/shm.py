@@ -21,7 +21,7 @@ from torch import Tensor
 from gradsync.comm import arguments
 from gradsync.comm.channel import Channel, Label, label
 from gradsync.comm.combine import NO_BYTES, Bytes, kernel_for, reduction_of
-from gradsync.comm.meeting import Meeting, exchange_hosts, meet
+from gradsync.comm.meeting import Meeting, exchange_hosts, meet, telling_absence
 from gradsync.comm.multihost import MultiHostGroup
 from gradsync.comm.python_group import Make, PythonGroup
 from gradsync.comm.segment import Segment, default_reserve_bytes
@@ -79,15 +79,16 @@ class ShmGroup(PythonGroup):
         reserve_bytes: int | None = None,
     ) -> None:
         size = len(global_ranks)
-        super().__init__(store, rank, size, timeout, _loopback_gloo(store, rank, size, timeout))
-        segment = Segment(reserve_bytes or default_reserve_bytes(size))
-        try:
-            meeting = meet(_torch.PrefixStore("shm", store), rank, size, segment, timeout) if size > 1 else Meeting()
-        finally:
-            segment.close_descriptor()
-        wire = Wire(meeting.sockets, _SPIN_S if _has_core_for_each(size) else 0.0)
+        meeting_store = _torch.PrefixStore("shm", store)
+        with telling_absence(meeting_store, rank, f"rank {global_ranks[rank]}"):
+            super().__init__(store, rank, size, timeout, _loopback_gloo(store, rank, size, timeout))
+            segment = Segment(reserve_bytes or default_reserve_bytes(size))
+            try:
+                meeting = meet(meeting_store, rank, size, segment, timeout) if size > 1 else Meeting()
+            finally:
+                segment.close_descriptor()
+            wire, message_wire = _wires(meeting, _SPIN_S if _has_core_for_each(size) else 0.0)
         self._channel = Channel(rank, global_ranks, wire, segment, meeting.memory)
-        message_wire = Wire(meeting.message_sockets, 0.0)
         self._channel.wires.append(message_wire)
         self._messages = Messages(self._channel, message_wire)
         self._eager_bytes = min(EAGER_BYTES, _EAGER_TOTAL_BYTES // max(size - 1, 1))
@@ -262,18 +263,28 @@ def _copy(source: Bytes, target: Bytes) -> None:
 
 def _create(options: Any, _backend_options: Any) -> PythonGroup:
     """What torch.distributed calls to make a group."""
-    reason = is_available()
-    if reason is not None:
-        raise BackendError(f"the shm backend cannot run here: {reason}; use gloo")
     global_ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-    hosts = exchange_hosts(options.store, options.group_rank, options.group_size, options.timeout)
-    if len(set(hosts)) == 1:
-        return ShmGroup(options.store, options.group_rank, global_ranks, options.timeout)
+    with telling_absence(options.store, options.group_rank, f"rank {global_ranks[options.group_rank]}"):
+        reason = is_available()
+        if reason is not None:
+            raise BackendError(f"the shm backend cannot run here: {reason}; use gloo")
+        hosts = exchange_hosts(options.store, options.group_rank, options.group_size, options.timeout)
+        if len(set(hosts)) == 1:
+            return ShmGroup(options.store, options.group_rank, global_ranks, options.timeout)
 
-    def make_local(store: Any, rank: int, members: list[int]) -> ShmGroup:
-        return ShmGroup(store, rank, [global_ranks[member] for member in members], options.timeout)
+        def make_local(store: Any, rank: int, members: list[int]) -> ShmGroup:
+            return ShmGroup(store, rank, [global_ranks[member] for member in members], options.timeout)
 
-    return MultiHostGroup(options.store, options.group_rank, hosts, make_local, options.timeout)
+        return MultiHostGroup(options.store, options.group_rank, hosts, make_local, options.timeout)
+
+
+def _wires(meeting: Meeting, spin_s: float) -> tuple[Wire, Wire]:
+    """The wire of the operations and that of the messages; nobody is left waiting for them if they cannot be made."""
+    try:
+        return Wire(meeting.sockets, spin_s), Wire(meeting.message_sockets, 0.0)
+    except BaseException:
+        meeting.close()
+        raise
 
 
 def _has_core_for_each(size: int) -> bool:

@@ -5,12 +5,14 @@
   not lie in it are copied there piece by piece.
 
 What is exchanged (who gets which bytes of whom, and what becomes of them) is an ``Exchange``, made in
-``shm``.
+``shm``. The first piece that a reader is told of says how much there is in all, also if that is nothing: a reader that
+expects another amount says so at once, while the sender is still there to hear it.
 
 [Note: Complete means free] An operation is complete when this rank has its result *and* no peer will touch
 the memory of this rank any more for it. Nothing is remembered from one operation to the next.
 """
 
+import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,13 +21,14 @@ import numpy as np
 
 from gradsync.comm.channel import Channel, Collective, Label
 from gradsync.comm.combine import Bytes, Kernel, reduce_parts
-from gradsync.comm.wire import Kind
+from gradsync.comm.wire import HEADER, Kind
 from gradsync.errors import BackendError
 
 STAGE_BYTES = 8 * 1024 * 1024  # for all staged pieces of an operation
 _PIECES_AHEAD = 4  # of each publication
 _LEAST_PIECE_BYTES = 128 * 1024
 _ALIGNMENT = 64  # pieces start at cache lines
+_TOTAL = struct.Struct("<Q")  # what the first piece carries: how many bytes there are in all
 
 
 @dataclass
@@ -125,6 +128,13 @@ class _Outflow:
         # Of each piece that is out: the readers that have not taken it.
         self._untaken: deque[set[int]] = deque()
 
+    def begin(self) -> None:
+        """Announce the first pieces, and with them how much there is."""
+        if self._publication.data.size:
+            self.advance()
+        else:
+            self._announce(0, 0)
+
     def advance(self) -> None:
         """Announce what can be announced now."""
         data = self._publication.data
@@ -135,12 +145,17 @@ class _Outflow:
                 length = min(self._piece_bytes, data.size - self._sent)
                 offset = self._stage + self._num_pieces % _PIECES_AHEAD * self._piece_bytes
                 np.copyto(self._segment.bytes[offset : offset + length], data[self._sent : self._sent + length])
-            header = self._operation.header(Kind.PIECE, offset, length)
-            for peer in self._publication.readers:
-                self._operation.wire.send(peer, header, b"", self._operation.deadline)
+            self._announce(offset, length)
             self._sent += length
             self._num_pieces += 1
             self._untaken.append(set(self._publication.readers))
+
+    def _announce(self, offset: int, length: int) -> None:
+        operation, readers = self._operation, self._publication.readers
+        total = b"" if self._num_pieces else _TOTAL.pack(self._publication.data.size)
+        header = operation.header(Kind.PIECE, offset, length)
+        for peer in readers:
+            operation.wire.send(peer, header, total, operation.deadline)
 
     def taken(self, peer: int) -> None:
         """``peer`` has read the oldest piece that it had not read."""
@@ -158,11 +173,14 @@ class _Inflow:
 
     def __init__(self, memory: Bytes, expected: int) -> None:
         self._memory = memory
+        self.has_begun = False
         self.missing = expected  # bytes that are not used yet
         self._pieces: deque[list[int]] = deque()  # offset and bytes left
 
     def announce(self, offset: int, length: int) -> None:
-        self._pieces.append([offset, length])
+        self.has_begun = True
+        if length:
+            self._pieces.append([offset, length])
 
     def available(self) -> int:
         return self._pieces[0][1] if self._pieces else 0
@@ -197,9 +215,7 @@ class StreamExchange(Collective):
         exchange = self._exchange
         self._outflows = self._make_outflows()
         self._inflows = {
-            peer: _Inflow(self.channel.memory[peer], expected)
-            for peer, expected in exchange.expected_bytes.items()
-            if expected
+            peer: _Inflow(self.channel.memory[peer], expected) for peer, expected in exchange.expected_bytes.items()
         }
         try:
             self._flow()
@@ -210,17 +226,18 @@ class StreamExchange(Collective):
 
     def _flow(self) -> None:
         for outflow in self._outflows:
-            outflow.advance()
+            outflow.begin()
         while waits_for := self._waits_for():
             peer, packet = self.wire.receive_any(waits_for, self.deadline)
             kind, first, second = self.read(peer, packet, Kind.PIECE, Kind.TAKEN)
             if kind is Kind.TAKEN:
                 self._taken(peer)
             else:
+                self._check_total(peer, packet)
                 self._arrived(peer, first, second)
 
     def _make_outflows(self) -> list[_Outflow]:
-        publications = [each for each in self._exchange.publications if each.data.size and each.readers]
+        publications = [each for each in self._exchange.publications if each.readers]
         if not publications:
             return []
         stage = self.channel.stage("stream", STAGE_BYTES)
@@ -230,7 +247,7 @@ class StreamExchange(Collective):
         ]
 
     def _waits_for(self) -> set[int]:
-        peers = {peer for peer, inflow in self._inflows.items() if inflow.missing}
+        peers = {peer for peer, inflow in self._inflows.items() if inflow.missing or not inflow.has_begun}
         return peers.union(*(outflow.waits_for() for outflow in self._outflows))
 
     def _taken(self, peer: int) -> None:
@@ -240,14 +257,25 @@ class StreamExchange(Collective):
                 outflow.advance()
                 return
 
-    def _arrived(self, peer: int, offset: int, length: int) -> None:
-        inflow = self._inflows.get(peer)
-        if inflow is None or length > inflow.missing:
+    def _check_total(self, peer: int, packet: bytes) -> None:
+        """Raise if the peer sends another amount than this rank expects; its first piece tells."""
+        inflow = self._inflows[peer]
+        if inflow.has_begun:
+            return
+        (total,) = _TOTAL.unpack_from(packet, HEADER.size)
+        if total != inflow.missing:
+            who, me = self.channel.name_of([peer]), self.channel.name_of([self.channel.rank])
             raise BackendError(
-                f"{self.channel.name_of([peer])} sends more to {self.channel.name_of([self.channel.rank])} "
-                f"in {self.name} than is expected: the sizes of the tensors differ between the ranks"
+                f"{who} sends {total} bytes to {me} in {self.name}, and {me} expects {inflow.missing}: the sizes or "
+                "dtypes of the tensors differ between the ranks; every rank has to issue the same operations with the "
+                "same shapes and dtypes in the same order"
             )
+
+    def _arrived(self, peer: int, offset: int, length: int) -> None:
+        inflow = self._inflows[peer]
         inflow.announce(offset, length)
+        if not length:
+            return
         if self._exchange.reduced is None:
             self._copy(peer, inflow)
         else:

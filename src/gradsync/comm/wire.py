@@ -85,6 +85,7 @@ class Wire:
         self._inboxes: dict[int, deque[bytes]] = {peer: deque() for peer in sockets}
         self._gone: set[int] = set()  # left after a goodbye
         self._is_closed = False
+        self.is_inherited = False  # by a forked child, which cannot use it
         self._send_lock = threading.Lock()
         self._alarm = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # wakes a waiting thread of this process
         self._poller = select.poll()
@@ -294,7 +295,7 @@ def close_all_in_child() -> None:
     hide the death of the parent from its peers.
     """
     for wire in list(_open_wires):
-        wire._is_closed = True
+        wire._is_closed = wire.is_inherited = True
         wire._close_descriptors()
 
 
