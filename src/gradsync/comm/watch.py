@@ -404,7 +404,9 @@ class Watch:
         since_s = waiting.since_s
         members: Sequence[int] = waiting.members
         places = self._ask(members, waiting)
-        if len(places) == len(members) < self.world and any(place.collective for place in places.values()):
+        is_engines = waiting is self.waiting  # the world's ranks that a program's own wait leaves out have ended
+        is_part = is_engines and len(places) == len(members) < self.world
+        if is_part and any(place.collective for place in places.values()):
             members = range(self.world)
             places = self._ask(members, waiting)
         self._look_at_oneself()
