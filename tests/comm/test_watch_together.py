@@ -80,7 +80,8 @@ class WaitInPart:
     thread: int | None = None
     answer_limits: float = 0.0
 
-    def patience_with(self, places: object) -> float:
+    @staticmethod
+    def patience_with(places: object) -> float:
         return 0.0
 
     @staticmethod

@@ -161,6 +161,7 @@ def _drop_connections() -> None:
         if is_socket:
             connection = socket.socket(fileno=os.dup(int(entry)))
             try:
+                connection.getpeername()  # fails for one that listens, which may belong to a launcher as well
                 connection.shutdown(socket.SHUT_RDWR)
             except OSError:
                 pass

@@ -32,6 +32,7 @@ CLEANUP_S = 3.0
 
 _STORE_S = 2.5
 _TELLING_S = 5.0  # others may have to be asked whether they are still there
+_STOPPING_S = 2.0
 _BEFORE_ALL = 1000  # what runs at the end of multiprocessing's processes: that with the highest number first
 _owner = 0
 _takes_store_along = False
@@ -123,7 +124,7 @@ def _at_process_end(words: _LastWords) -> None:
 
 def _leave(words: _LastWords) -> None:
     watch = watch_of_world()
-    is_store_alive = stop_all(1.0)
+    is_store_alive = stop_all(_STOPPING_S)
     has_to_say = watch is not None and not watch.is_deaf and (_takes_store_along or not words.has_spoken)
     if watch is not None and is_store_alive and has_to_say:
         _bounded(lambda: watch.leave(_takes_store_along))

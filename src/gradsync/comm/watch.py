@@ -53,7 +53,7 @@ _HURRY_S = 0.05
 _ANSWER_S = 1.5  # three looks of the rank that is asked
 _POSTED_S = 1.0  # how long after the loss of a connection the cause may take to appear
 _TOLD_S = 0.3  # the same where the other rank may well go on
-_NOTED_S = 2.0
+_NOTED_S = 1.0
 _SPOKEN_S = 2.0  # how long a failure waits for the others to have said it, too: a launcher ends them when it sees it
 _SILENT_S = 1.0  # how long one of the others may take for that, which may be at something that lasts
 _AFTER_LEAVING_S = 1.0
@@ -404,7 +404,9 @@ class Watch:
         since_s = waiting.since_s
         members: Sequence[int] = waiting.members
         places = self._ask(members, waiting)
-        if len(places) == len(members) < self.world and any(place.collective for place in places.values()):
+        is_engines = waiting is self.waiting  # the world's ranks that a program's own wait leaves out have ended
+        is_part = is_engines and len(places) == len(members) < self.world
+        if is_part and any(place.collective for place in places.values()):
             members = range(self.world)
             places = self._ask(members, waiting)
         self._look_at_oneself()

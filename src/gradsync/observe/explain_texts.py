@@ -53,8 +53,8 @@ TEXTS: dict[str, dict[str, str]] = {
         "buckets were launched at the end of backward.",
         "later_pass": "By pass {number} the engine had learned what to expect. In the drawing, a tick is a gradient "
         "arriving at its hook; a dot says that a bucket is complete; the bar below is its all-reduce on the way. What "
-        "happens under backward is <i>hidden</i>, and costs no time; what sticks out behind it is <i>exposed</i>: the "
-        "rank does nothing but wait. The last bucket always leaves at the end, since its gradients come last.",
+        "happens while the rank computes is <i>hidden</i>, and costs no time; the end of a bar is <i>exposed</i> for as "
+        "long as the rank did nothing but wait for it. The last bucket always leaves at the end, since its gradients come last.",
         "order": "On rank 0 <code>{first}</code> was the first gradient to arrive, {first_at} into backward, and "
         "<code>{last}</code> the last, at {last_at}. {early} of {num_buckets} buckets left before backward was over.",
         "reduce_title": "All-reduce: from {nproc} gradients to one",
@@ -154,8 +154,8 @@ TEXTS: dict[str, dict[str, str]] = {
         "first_pass": "每个参数上都有一个<i>钩子</i>，梯度算好时 autograd 就会调用它。第一次同步时还什么都不知道，"
         "连哪些梯度会来都不知道，所以没有桶能提前走：全部在反向结束时才发出。",
         "later_pass": "到第 {number} 次同步，引擎已经学会该等什么。图中每条短竖线是一个梯度到达钩子；圆点表示一个桶已装满；"
-        "下面的色条是它的 all-reduce 正在路上。与反向重叠的部分被<i>掩盖</i>，不花额外时间；"
-        "伸到反向之后的部分<i>暴露</i>在外：进程除了等待什么也不做。最后一个桶总在反向结束时发出，因为它的梯度来得最晚。",
+        "下面的色条是它的 all-reduce 正在路上。进程还在计算时，通信被<i>掩盖</i>，不花额外时间；"
+        "进程除了等它什么也不做的那段时间，就是色条末尾<i>暴露</i>在外的部分。最后一个桶总在反向结束时发出，因为它的梯度来得最晚。",
         "order": "在 rank 0 上，最先到达的梯度是 <code>{first}</code>（反向开始后 {first_at}），"
         "最后是 <code>{last}</code>（{last_at}）。{num_buckets} 个桶中有 {early} 个在反向结束前就已发出。",
         "reduce_title": "All-reduce：{nproc} 个梯度变成一个",

@@ -170,7 +170,8 @@ function drawTimeline(place, recording, options = {}) {
     for (const one of lane.buckets) {
       const y = top + 48 + partHeight + one.row * rowHeight, name = (lane.rank.buckets ?? recording.buckets)[one.number]?.parameters ?? [];
       const say = `${words.rank} ${lane.rank.rank}, ${words.bucket} ${one.number}: ${words.launched} ${ms(one.launched_s)}, ${words.done} ${ms(one.done_s)}, ${words.waited} ${ms(one.wait_s ?? 0)}` + (name.length ? `; ${words.holds} ${name.slice(0, 3).map((p) => p.name).join(", ")}${name.length > 3 ? " …" : ""}` : "");
-      const turn = Math.min(Math.max(lane.local, one.from), one.to);
+      // what was waited for is its end; where nobody has seen the wait, what is behind this rank's own backward
+      const turn = Math.min(Math.max(one.wait_s === null ? lane.local : one.to - one.wait_s, one.from), one.to);
       if (turn > one.from) bar(one.from, turn, y, rowHeight - 3, "var(--c5)", say);
       if (one.to > turn) bar(turn, one.to, y, rowHeight - 3, "var(--c1)", say);
       if (one.ready_s !== null)
