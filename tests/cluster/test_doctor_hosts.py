@@ -49,4 +49,5 @@ def test_a_blocked_way_is_named_with_both_ends(three_hosts: list[Host]) -> None:
 def test_a_rank_that_does_not_come(three_hosts: list[Host]) -> None:
     codes, stories = doctor(three_hosts, num_started=2, timeout_s=10)
     assert codes == [1, 1], "\n".join(stories)
-    assert "not all of 3 ranks came to the examination" in stories[0]
+    assert "rank 0 of 3 did not meet the others at node0:29513: nothing was heard of rank 2" in stories[0]
+    assert "rank 1 of 3 did not meet the others at node0:29513" in stories[1]

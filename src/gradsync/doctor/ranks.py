@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from gradsync.comm import shm
 from gradsync.comm.interfaces import own_address
+from gradsync.comm.meeting import wait_for
 from gradsync.comm.store import open_store
 from gradsync.doctor.findings import Finding, Level, merged, note, ok, problem
 from gradsync.doctor.host import Setting, examine_host
@@ -50,6 +51,7 @@ def examine_rank(visit: Visit) -> Diagnosis:
     own = examine_host(setting)
     try:
         store = _open_store(rank, world, visit.timeout_s)
+        _answer_the_roll(store, rank, world, visit.timeout_s)
     except (RuntimeError, GradsyncError) as error:
         return Diagnosis([*own, _unmet(rank, world, error)])
     return _examine_together(store, rank, world, setting, own, visit.timeout_s)
@@ -136,6 +138,12 @@ def _open_store(rank: int, world: int, timeout_s: float) -> Any:
     return open_store(address, port, rank, world, timedelta(seconds=timeout_s))
 
 
+def _answer_the_roll(store: Any, rank: int, world: int, timeout_s: float) -> None:
+    """Raise if some rank does not come; the store alone waits for nobody."""
+    store.set(f"here/{rank}", "")
+    wait_for(store, [f"here/{peer}" for peer in range(world)], timedelta(seconds=timeout_s))
+
+
 def _exchange(store: Any, key: str, rank: int, world: int, own: list[Finding], limit: timedelta) -> list[list[Finding]]:
     store.set(f"{key}/{rank}", json.dumps([{**asdict(each), "level": each.level.name} for each in own]))
     keys = [f"{key}/{peer}" for peer in range(world)]
@@ -185,8 +193,9 @@ def _try_group(name: str, store: Any, rank: int, world: int, device: torch.devic
 
 
 def _unmet(rank: int, world: int, error: Exception) -> Finding:
-    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    text = f"rank {rank} of {world} did not meet the others at {where}: {str(error).splitlines()[0]}"
+    address = os.environ.get("MASTER_ADDR")
+    where = f"at {address}:{os.environ.get('MASTER_PORT')}" if address is not None else "through MPI"
+    text = f"rank {rank} of {world} did not meet the others {where}: {str(error).splitlines()[0]}"
     return problem("ranks", text, "start all ranks; check MASTER_ADDR, MASTER_PORT, the interface and the firewall")
 
 
