@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradsync.errors import ConfigError
+from gradsync.errors import ConfigError, UserCodeError
 from gradsync.model.factory import load_factory
 from gradsync.parallel.degrees import Degrees
 from gradsync.train.prove import Trace, compare, difference_of, run_jointly, run_plainly, run_trainee
@@ -72,6 +72,25 @@ def test_the_users_own_model_passes_where_its_loss_is_a_mean(ranks):
     assert [finding for finding in findings if not finding.has_passed] == []
 
 
+def test_buffers_are_whole_on_every_rank_of_fsdp(ranks):
+    findings = ranks(_prove, rows_on(2, "FSDP"), "own_models:with_buffers")[0]
+    assert [finding.has_passed for finding in findings] == [True]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("own_models:loss_of_rows", r"the loss is a tensor of shape \(16, 3\); it must be one number"),
+        ("own_models:loss_of_nothing", "does not depend on a parameter"),
+        ("own_models:never_finite", "step 1 of one plain process has loss nan"),
+    ],
+)
+def test_a_loss_that_one_plain_process_cannot_train_on_is_told(monkeypatch, path, message):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    with pytest.raises(UserCodeError, match=message):
+        run_plainly(UserSubject(path), STEPS, CPU)
+
+
 def test_a_loss_that_data_parallelism_cannot_average_is_found_out(ranks):
     findings = ranks(_prove, rows_on(2, "DDP on 2"), "own_models:sum_of_rows")[0]
     assert not findings[0].has_passed
@@ -115,6 +134,8 @@ def test_there_is_a_row_for_everything():
         ("no_such_module:f", "give MODULE:FUNCTION"),
         ("own_models:no_model", "must return"),
         ("own_models:odd_batch", "must be a multiple of 16"),
+        ("own_models:all_frozen", "no parameter that requires a gradient"),
+        ("own_models:no_rows", "the batch holds no tensor"),
     ],
 )
 def test_a_wrong_factory_is_refused(monkeypatch, path, message):

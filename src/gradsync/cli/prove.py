@@ -196,7 +196,9 @@ def _print(findings: "list[Finding]", options: Any) -> None:
         for difference in (finding.loss, finding.norm, finding.parameters):
             cells += _cells(difference) if finding.error is None else ["", ""]
         table.add_row(*cells, "pass" if finding.has_passed else "FAIL")
-    Console(width=None if sys.stdout.isatty() else 110).print(table)
+    # A table that is cut would lose numbers; a terminal that is too narrow folds its lines.
+    needed = Console(width=1000).measure(table).maximum
+    Console(width=max(needed, Console().width if sys.stdout.isatty() else 0)).print(table, crop=False)
 
 
 def _cells(difference: "Difference") -> list[str]:

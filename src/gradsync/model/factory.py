@@ -29,8 +29,9 @@ def load_factory(path: str) -> Factory:
     ``loss(module, batch)`` returns a scalar; by default the mean square of ``module(batch)``.
 
     Raises:
-        ConfigError: there is no such function, or it returns something else.
-        UserCodeError: it raises; also each time that ``build`` or ``loss`` does.
+        ConfigError: there is no such function, or it returns something else, or nothing to train.
+        UserCodeError: it raises; also each time that ``build`` or ``loss`` does, and for a loss that is not a number or
+            has no gradient.
     """
     function = _find(path)
     build = _guarded(path, partial(_made, function))
@@ -39,8 +40,20 @@ def load_factory(path: str) -> Factory:
         raise ConfigError(
             f"--model {path}: the function must return (module, batch) or (module, batch, loss), not {made!r:.80}"
         )
-    loss = made[2] if len(made) == 3 else mean_square
-    return Factory(lambda: build()[0], made[1], _guarded(path, loss))
+    if not any(parameter.requires_grad for parameter in made[0].parameters()):
+        raise ConfigError(f"--model {path}: the module has no parameter that requires a gradient: nothing to train")
+    loss = _guarded(path, made[2] if len(made) == 3 else mean_square)
+    return Factory(lambda: build()[0], made[1], lambda module, batch: _checked(path, loss(module, batch)))
+
+
+def _checked(path: str, loss: Any) -> Tensor:
+    """Return the user's loss if a backward can start from it."""
+    if not isinstance(loss, Tensor) or loss.dim() > 0:
+        seen = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r:.80}"
+        raise UserCodeError(f"--model {path}: the loss is {seen}; it must be one number, the mean over the rows")
+    if not loss.requires_grad:
+        raise UserCodeError(f"--model {path}: the loss does not depend on a parameter that requires a gradient")
+    return loss
 
 
 def _find(path: str) -> Callable[[], Any]:

@@ -43,10 +43,11 @@ def held_in_mesh(
     held = {}
     tied_name, name_of_tied = layout.tied
     for name, tensor in named_tensors(module).items():
-        cut = _cut(name, tensor, dims[name], layout, mesh, is_fully_sharded)
+        is_sharded = is_fully_sharded and isinstance(tensor, DTensor)  # buffers are not
+        cut = _cut(name, tensor, dims[name], layout, mesh, is_sharded)
         is_copy = name == tied_name  # its other end has the embedding
         is_first = dims[name] is not None or mesh.tensor_rank == 0
-        is_first_replica = is_fully_sharded or mesh.data_rank == 0
+        is_first_replica = is_sharded or mesh.data_rank == 0
         held[name_of_tied if is_copy else name] = Held(tensor, cut, is_first and is_first_replica and not is_copy)
     return held
 
@@ -103,13 +104,13 @@ def _local_gradient(parameter: Tensor) -> Tensor:
     return grad.to_local()
 
 
-def _cut(name: str, tensor: Tensor, dim: int | None, layout: Layout, mesh: Mesh, is_fully_sharded: bool) -> Cut:
+def _cut(name: str, tensor: Tensor, dim: int | None, layout: Layout, mesh: Mesh, is_sharded: bool) -> Cut:
     shape = tuple(tensor.shape)
     tp = mesh.degrees.tensor
     held: dict[int, range] = {}
     if dim is not None:
         held[dim] = chunk_of(shape[dim], tp, mesh.tensor_rank)
-    if is_fully_sharded:
+    if is_sharded:
         rows = held.get(0, range(shape[0]))
         part = chunk_of(len(rows), mesh.degrees.data, mesh.data_rank)
         held[0] = rows[part.start : part.stop]

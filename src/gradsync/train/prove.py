@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import FileStore
 
 from gradsync.comm.process import destroy_process_group, init_process_group
 from gradsync.ddp.sharded_optimizer import ZeroRedundancyOptimizer
+from gradsync.errors import UserCodeError
 from gradsync.model.gpt2 import decay_groups
 from gradsync.parallel.held import named_tensors
 from gradsync.parallel.pieces import assembled, copied_to_cpu
@@ -137,6 +138,11 @@ def run_plainly(subject: Subject, num_steps: int, device: torch.device) -> Trace
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(module.parameters(), _LIMIT)))
         losses.append(float(loss.detach()))
+        if not math.isfinite(losses[-1]) or not math.isfinite(norms[-1]):
+            raise UserCodeError(
+                f"step {step + 1} of one plain process has loss {losses[-1]} and gradient norm {norms[-1]}, so there "
+                f"is nothing to compare with; give the model a batch and a loss that stay finite"
+            )
         optimizer.step()
         optimizer.zero_grad()
     return Trace(losses, norms, {name: tensor.detach().cpu() for name, tensor in named_tensors(module).items()})

@@ -202,7 +202,10 @@ class UserSubject:
 
     def __init__(self, path: str, sequences: int = SEQUENCES) -> None:
         self._factory = load_factory(path)
-        for leaf in tree_flatten(self._factory.batch)[0]:
+        leaves = tree_flatten(self._factory.batch)[0]
+        if not any(isinstance(leaf, Tensor) for leaf in leaves):
+            raise ConfigError(f"--model {path}: the batch holds no tensor, so there are no rows to divide among ranks")
+        for leaf in leaves:
             if isinstance(leaf, Tensor) and (leaf.dim() == 0 or leaf.shape[0] % sequences):
                 raise ConfigError(
                     f"--model {path}: a tensor of the batch has shape {tuple(leaf.shape)}; its first dimension is "
