@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -386,16 +386,32 @@ def test_all_to_all_with_rows_of_other_sizes(ranks: RankPool, sizes: tuple[int, 
     ranks(nothing_differs, *sizes)
 
 
-def out_of_descriptors(rank: int, world: int, poor_rank: int) -> None:
+@contextlib.contextmanager
+def few_descriptors(num_left: int) -> Iterator[None]:
+    """Let this process open only so many more files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if rank == poor_rank:
-        used = max(map(int, os.listdir("/proc/self/fd")))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 4, hard))
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + num_left + 1, hard))
+    taken = []
     try:
-        with pytest.raises(BackendError, match=rf"rank {poor_rank} cannot take part.*ulimit -n"):
-            new_group(timeout_s=60.0)
+        with contextlib.suppress(OSError):
+            while True:  # the numbers in use have gaps
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        for _ in range(num_left):
+            os.close(taken.pop())
+        yield
     finally:
+        for descriptor in taken:
+            os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def out_of_descriptors(rank: int, world: int, poor_rank: int) -> None:
+    with (
+        few_descriptors(3) if rank == poor_rank else contextlib.nullcontext(),
+        pytest.raises(BackendError, match=rf"rank {poor_rank} cannot take part.*ulimit -n"),
+    ):
+        new_group(timeout_s=60.0)
 
 
 @pytest.mark.parametrize("poor_rank", [0, 1])

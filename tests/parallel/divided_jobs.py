@@ -71,7 +71,7 @@ def own_micro_batches(layout: Layout, replica: Replica, step: int) -> list[tuple
 
 
 def train(layout: Layout, replica: Replica, limit: float = 0.5) -> list[tuple[float, float]]:
-    """Losses and gradient norms of a few steps."""
+    """Losses and gradient norms of a few steps, after each of which replicas are the same."""
     optimizer = optimizer_of([held.tensor for held in replica.held.values()])
     found = []
     for step in range(STEPS):
@@ -83,7 +83,22 @@ def train(layout: Layout, replica: Replica, limit: float = 0.5) -> list[tuple[fl
         optimizer.zero_grad()
         dist.all_reduce(total)
         found.append((float(total) / SEQUENCES / CONTEXT, norm))
+        replicas_are_equal(replica)
     return found
+
+
+def replicas_are_equal(replica):
+    """Whatever two ranks both hold is equal bit for bit: replicas, norms under tensor parallel, both ends' table."""
+    own = {name: (held.cut, held.tensor.detach()) for name, held in replica.held.items()}
+    own = {
+        name: (cut, tensor.to_local() if hasattr(tensor, "to_local") else tensor) for name, (cut, tensor) in own.items()
+    }
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    for name, (cut, tensor) in own.items():
+        for other in everyone:
+            if name in other and other[name][0] == cut:
+                assert torch.equal(other[name][1], tensor), name
 
 
 def train_alone(layout: Layout, limit: float = 0.5) -> tuple[GPT2, list[tuple[float, float]]]:

@@ -23,6 +23,7 @@ SHAPE = {
     "check_replicas_every": 10,
 }
 LAYOUTS = {
+    "ddp": (2, {}),
     "zero": (2, {"strategy": "zero"}),
     "fsdp": (2, {"strategy": "fsdp"}),
     "tensor": (2, {"tp": 2, "layers": 1}),
@@ -79,7 +80,7 @@ def saved_tensors(config, step, prefix=("model.", "optimizer.")):
 
 
 CHAIN = ["ddp", "zero", "fsdp x tensor", "sequence", "tensor", "1f1b", "fsdp", "tensor x pipeline"]
-RESUMABLE = {**LAYOUTS, "ddp": (2, {}), "alone": (1, {})}
+RESUMABLE = {**LAYOUTS, "alone": (1, {})}
 
 
 def test_a_run_goes_on_under_any_other_layout(tmp_path, request):

@@ -47,7 +47,7 @@ def _main(arguments: Sequence[str]) -> int:
         "--model",
         str | None,
         None,
-        "MODULE:FUNCTION that returns (module, batch) or (module, batch, loss); loss(output, batch)",
+        "MODULE:FUNCTION that returns (module, batch) or (module, batch, loss); loss(module, batch)",
     )
     _add_common(parser)
     parser.option(
