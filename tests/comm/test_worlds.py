@@ -39,3 +39,25 @@ def test_worlds_in_sequence(ranks: Any, way: str) -> None:
         assert ranks(worlds_in_sequence, port, way.format(port=port)) == [[0.5] * 3] * 2
     finally:
         ranks.close()
+
+
+def world_after_others(rank: int, world: int, ports: list[int], way: str) -> float:
+    """Two ranks have been in a world before, at another place; the third has not."""
+    dist.destroy_process_group()  # the pool's
+    total = torch.zeros(1)
+    for port, size in zip(ports, (2, world), strict=True):
+        if rank < size:
+            place = way.format(port=port)
+            gradsync.init_process_group("gloo", place, timedelta(seconds=40), rank=rank, world_size=size)
+            total = torch.full((1,), float(rank + 1))
+            dist.all_reduce(total)
+            if size == 2:
+                destroy_process_group()
+    return float(total)
+
+
+def test_ranks_that_were_in_another_world_meet_one_that_was_not(ranks3: Any) -> None:
+    try:
+        assert ranks3(world_after_others, [free_port(), free_port()], "tcp://127.0.0.1:{port}") == [6.0] * 3
+    finally:
+        ranks3.close()
