@@ -284,6 +284,11 @@ def tensors_that_are_not_contiguous(rank: int, world: int) -> None:
         dist.broadcast(parameter.data, 1, group)
         assert parameter.eq(1).all()
 
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.bool):
+            single = torch.full((1, 2), rank == 0).to(dtype)[:, 0]  # contiguous by torch's rules, with a stride of two
+            dist.broadcast(single, 0, group)
+            assert single.eq(1).all()
+
         number = torch.tensor(rank + 1.0)
         dist.all_reduce(number, group=group)
         assert number.shape == () and number.item() == total

@@ -184,7 +184,7 @@ def _a_head_a_rank(model: nn.Module, rank: int, step: int) -> None:
     sq(model(batch(rank, step))[(rank + step) % 2]).backward()
 
 
-@pytest.mark.parametrize("cap", [None, 1e-6])
+@pytest.mark.parametrize("cap", [None, 1e-6, float("inf")])
 def test_each_rank_uses_another_output(ranks: RankPool, cap: float | None) -> None:
     assert_equal_replicas(ranks(train_alike, TwoHeads, _a_head_a_rank, steps=6, lr=0.25, bucket_cap_mb=cap))
 

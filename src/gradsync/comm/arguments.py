@@ -61,6 +61,11 @@ def contiguous(tensor: Tensor) -> Tensor:
     return plain.clone(memory_format=torch.contiguous_format)
 
 
+def in_a_row(tensor: Tensor) -> Tensor:
+    """The elements of a contiguous tensor as one row; a single one may have come with any stride."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
 def equal_parts(flat: Tensor, num_ranks: int) -> list[Tensor]:
     """A contiguous tensor cut into equal parts, one a rank."""
     return list(flat.detach().reshape(num_ranks, -1).unbind()) if flat.numel() else [flat] * num_ranks

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from gradsync.comm.arguments import in_a_row
 from gradsync.comm.combine import (
     CHUNK_BYTES,
     DTYPE_CODES,
@@ -77,7 +78,7 @@ class Channel:
         if tensor.requires_grad:
             tensor = tensor.detach()
         if tensor.dtype not in NUMPY_DTYPES:
-            tensor = tensor.reshape(-1).view(torch.uint8)
+            tensor = in_a_row(tensor).view(torch.uint8)
         flat = tensor.numpy()
         return (flat if flat.ndim == 1 else flat.reshape(-1)).view(np.uint8)
 

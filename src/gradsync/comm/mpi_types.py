@@ -11,6 +11,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from gradsync.comm.arguments import in_a_row
 from gradsync.comm.combine import Bytes, Reduction, kernel_for
 
 _DATATYPES: dict[torch.dtype, Any] = {
@@ -57,7 +58,7 @@ _made: dict[tuple[Reduction, torch.dtype], Any] = {}  # MPI allows a program onl
 
 def raw(tensor: Tensor) -> Bytes:
     """The memory of a contiguous tensor."""
-    memory: Bytes = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    memory: Bytes = in_a_row(tensor.detach()).view(torch.uint8).numpy()
     return memory
 
 

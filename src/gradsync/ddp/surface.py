@@ -5,6 +5,7 @@ belongs to torch alone. The wrapper itself is in ``module``.
 """
 
 import contextlib
+import sys
 import types
 import warnings
 import weakref
@@ -284,7 +285,7 @@ class TorchSurface(TorchDDP):
     @property
     def bucket_bytes_cap(self) -> int:  # type: ignore[override]
         """Size limit of the largest bucket in bytes."""
-        return int(max(self._ddp._settings.caps_bytes or [DEFAULT_CAP_BYTES]))
+        return int(min(max(self._ddp._settings.caps_bytes or [DEFAULT_CAP_BYTES]), sys.maxsize))
 
     @property
     def _has_rebuilt_buckets(self) -> bool:  # type: ignore[override]
