@@ -6,8 +6,10 @@ Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted after saving, 143 t
 
 import difflib
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from gradsync import __version__
 from gradsync.errors import ConfigError, GradsyncError
@@ -60,9 +62,20 @@ def exit_code_of(error: GradsyncError) -> int:
     return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
 
 
+def _module_of(name: str) -> Any:
+    """Import a command's module; threads that numpy starts meanwhile never take a signal that is meant for us."""
+    if not hasattr(signal, "pthread_sigmask"):
+        return importlib.import_module(COMMANDS[name][0])
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+    try:
+        return importlib.import_module(COMMANDS[name][0])
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _run(name: str, arguments: list[str]) -> int:
     try:
-        code: int = importlib.import_module(COMMANDS[name][0]).main(arguments)
+        code: int = _module_of(name).main(arguments)
     except GradsyncError as error:
         return _refuse(name, error)
     except KeyboardInterrupt:
