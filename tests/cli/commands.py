@@ -21,6 +21,8 @@ SMALL = [
 def environment() -> dict[str, str]:
     source = Path(__file__).parents[2] / "src"
     settings = {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+    # As where the user sets nothing: numpy has a thread of its own before a command does anything.
+    settings["OPENBLAS_NUM_THREADS"] = "2"
     return {**os.environ, **settings}
 
 

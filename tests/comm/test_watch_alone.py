@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from endless_wait import EndlessWait
 
 from gradsync.comm import watch as watch_module
 from gradsync.comm.ledger import Ledger, _Counted
 from gradsync.comm.watch import Watch
-from gradsync.errors import GradsyncError, RankFailedError, StalledError
+from gradsync.errors import RankFailedError, StalledError
 
 PATIENCE_S = 60.0
 
@@ -30,25 +31,6 @@ class Store:
         if self.mood == "is silent":
             self.has_woken.wait(PATIENCE_S)
         return False
-
-
-@dataclass
-class Wait:
-    """A wait that has lasted for ever."""
-
-    since_s: float = 0.0
-    patient_until_s: float = 0.0
-    limit_s: float = 0.2
-    members: tuple[int, ...] = (0, 1)
-    thread: int | None = None
-    answer_limits: float = 0.0
-    interrupted: list[GradsyncError] = field(default_factory=list)
-
-    def patience_with(self, places: object) -> float:
-        return 0.0
-
-    def interrupt(self, error: GradsyncError) -> None:
-        self.interrupted.append(error)
 
 
 @pytest.fixture
@@ -78,7 +60,7 @@ def until(holds: Any) -> None:
 @pytest.mark.parametrize("mood", ["breaks", "is silent"])
 def test_a_wait_beyond_the_limit_ends_without_the_store(watch: Watch, store: Store, mood: str) -> None:
     store.mood = mood
-    wait = Wait()
+    wait = EndlessWait()
     watch.waiting = wait  # type: ignore[assignment]
     watch.start()
     until(lambda: wait.interrupted)
@@ -89,7 +71,7 @@ def test_a_wait_beyond_the_limit_ends_without_the_store(watch: Watch, store: Sto
 @pytest.mark.parametrize("mood", ["breaks", "is silent"])
 def test_a_wait_within_the_limit_goes_on_without_the_store(watch: Watch, store: Store, mood: str) -> None:
     store.mood = mood
-    wait = Wait(limit_s=1e9)
+    wait = EndlessWait(limit_s=1e9)
     watch.waiting = wait  # type: ignore[assignment]
     watch.start()
     until(lambda: watch._loss is not None if mood == "breaks" else watch._ledger.open_call)

@@ -6,19 +6,18 @@ A launcher may end the others when it sees one go.
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from endless_wait import EndlessWait
 
 from gradsync.comm import ledger as ledger_module
 from gradsync.comm import watch as watch_module
 from gradsync.comm.ledger import Ledger, Place
 from gradsync.comm.store import serve_store
 from gradsync.comm.watch import Watch
-from gradsync.errors import GradsyncError
 
 PATIENCE_S = 60.0
 
@@ -69,26 +68,6 @@ def test_a_rank_that_says_nothing_is_not_waited_for_long(watches: list[Watch], m
     assert not failed.is_alive()
 
 
-@dataclass
-class WaitInPart:
-    """A wait of rank 0 for rank 1, which has lasted for ever."""
-
-    since_s: float = 0.0
-    patient_until_s: float = 0.0
-    limit_s: float = 0.2
-    members: tuple[int, ...] = (0, 1)
-    thread: int | None = None
-    answer_limits: float = 0.0
-
-    @staticmethod
-    def patience_with(places: object) -> float:
-        return 0.0
-
-    @staticmethod
-    def interrupt(error: GradsyncError) -> None:
-        """Nothing is there to be ended."""
-
-
 @pytest.mark.parametrize(("other", "odd"), [("all_reduce", "rank 2: it does not answer"), ("", "rank 1: it waits in")])
 def test_who_waits_in_another_group_is_not_blamed_for_a_rank_outside(
     monkeypatch: pytest.MonkeyPatch, other: str, odd: str
@@ -97,7 +76,7 @@ def test_who_waits_in_another_group_is_not_blamed_for_a_rank_outside(
     monkeypatch.setattr(ledger_module, "_lives", iter([0, 0]))
     store = serve_store("127.0.0.1", 0, 3, timedelta(seconds=PATIENCE_S))
     made = [Watch(Ledger(_torch.PrefixStore("default", store), rank, 3), 60.0) for rank in range(2)]
-    made[0].waiting = WaitInPart()  # type: ignore[assignment]
+    made[0].waiting = EndlessWait()  # type: ignore[assignment]
     monkeypatch.setattr(made[1], "where", lambda: Place(9, "forward", waited_s=7.0, collective=other))
     try:
         for watch in reversed(made):

@@ -1,9 +1,9 @@
 """Starts the ranks of ``gradsync train`` on this machine, and answers for them to the user.
 
-[Note: Signals] SIGINT, SIGTERM and SIGHUP are blocked here before anything is started, and one thread
-waits for them. So no signal interrupts the launcher at a bad moment, and the ranks are born deaf to them
-until they have set up what to do. The word to stop goes to the ranks through a file: a rank that is
-still importing torch finds it as well.
+[Note: Signals] SIGINT, SIGTERM and SIGHUP are blocked here before anything is started (and in ``main`` while numpy,
+which starts threads of its own, is imported), and one thread waits for them. So no signal interrupts the launcher at a
+bad moment, and the ranks are born deaf to them until they have set up what to do. The word to stop goes to the ranks
+through a file: a rank that is still importing torch finds it as well.
 """
 
 import os
@@ -17,12 +17,11 @@ from pathlib import Path
 
 from gradsync.cli.failures import describe, keep_trace
 from gradsync.cli.local_ranks import Patience, RankLostError, run_processes, start_fork_server, start_resource_tracker
-from gradsync.cli.main import EXIT_INTERRUPTED, fail
+from gradsync.cli.main import EXIT_INTERRUPTED, fail, stop_signals
 from gradsync.observe.terminal import lasting
 from gradsync.train.config import TrainConfig
 from gradsync.train.interrupt import STOP_WORD, StopReason
 
-_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 _PATIENCE = Patience(grace_s=10.0, terminate_s=5.0)
 """A rank that waits for one that failed takes up to six seconds to learn it and to say so."""
 
@@ -30,7 +29,7 @@ _PATIENCE = Patience(grace_s=10.0, terminate_s=5.0)
 def launch(config: TrainConfig, nproc: int) -> int:
     """Train with ``nproc`` processes of this machine and return the exit code."""
     start_resource_tracker()  # first: up to Python 3.11 that unblocks signals
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
     control = Path(tempfile.mkdtemp(prefix="gradsync-"))
     listener = _Listener(control)
     listener.start()
@@ -63,7 +62,7 @@ class _Listener(threading.Thread):
     def run(self) -> None:
         """See [Note: Signals]."""
         while True:
-            number = signal.sigwait(_SIGNALS)
+            number = signal.sigwait(stop_signals())
             reason = StopReason.INTERRUPT if number == signal.SIGINT else StopReason.TERMINATE
             if reason is StopReason.INTERRUPT and self._reason is StopReason.INTERRUPT:
                 print("ended at once, without a checkpoint of this step", file=lasting(sys.stderr), flush=True)

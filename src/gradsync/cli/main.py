@@ -62,11 +62,16 @@ def exit_code_of(error: GradsyncError) -> int:
     return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
 
 
+def stop_signals() -> set[signal.Signals]:
+    """Return the signals by which a user, a terminal or a scheduler asks a command to end."""
+    return {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+
+
 def _module_of(name: str) -> Any:
-    """Import a command's module; threads that numpy starts meanwhile never take a signal that is meant for us."""
+    """Import a command's module; the threads that numpy starts meanwhile never take a signal that is meant for us."""
     if not hasattr(signal, "pthread_sigmask"):
         return importlib.import_module(COMMANDS[name][0])
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
     try:
         return importlib.import_module(COMMANDS[name][0])
     finally:
