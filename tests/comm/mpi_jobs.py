@@ -15,7 +15,7 @@ from shm_jobs import assert_close, averaged, batch, make_model, new_group, shm_g
 import gradsync
 from gradsync.comm import private
 from gradsync.comm.mpi_group import MpiGroup
-from gradsync.comm.watch import set_soft_limit
+from gradsync.comm.watches import set_soft_limit
 from gradsync.errors import BackendError, StalledError
 
 

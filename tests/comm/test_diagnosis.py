@@ -98,3 +98,16 @@ def test_if_all_wait_in_collectives_the_step_tells_them_apart_or_nothing_does() 
 def test_if_all_wait_in_the_same_place_nobody_is_blamed() -> None:
     odd, cause = odd_ones([0, 1], {0: WAITING, 1: WAITING}, [])
     assert odd == [] and "network" in cause
+
+
+def test_if_all_that_are_there_wait_and_one_has_ended_it_is_that_one() -> None:
+    here = Place(0, BEFORE_FIRST_PASS, waited_s=3.0, loop="step 7, data", collective="all_reduce")
+    odd, cause = odd_ones([0, 1], {0: here, 1: here}, [2])
+    assert odd == [2] and "it has left its loop and ended" in cause
+
+
+def test_an_exception_in_a_thread_is_told_with_the_place_of_its_rank() -> None:
+    late = Place(3, "between passes", stack=("loader.py:3 in next: queue.get()",), mishap="ValueError: no such file")
+    text = diagnose([0, 1], {0: WAITING, 1: late}, [], 3.0, 0)
+    assert "rank 1: pass 3, between passes; a thread has ended with ValueError: no such file\n" in text
+    assert "the odd one out is rank 1: a thread of it has ended with ValueError: no such file, and" in text

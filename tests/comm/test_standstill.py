@@ -94,6 +94,39 @@ def test_who_computes_or_waits_for_something_else_is_in_no_collective(issued: li
         assert not is_in_collective(thread)
 
 
+def method_in(path: Path) -> Any:
+    """The same, as a method of SyncBatchNorm's autograd function."""
+    space: dict[str, Any] = {}
+    source = "class SyncBatchNorm:\n" + _SOURCE.replace("\n", "\n    ").rstrip()
+    exec(compile(source, str(path), "exec"), space)  # noqa: S102
+    return space["SyncBatchNorm"].all_reduce
+
+
+JOIN = TORCH / "distributed" / "algorithms" / "join.py"
+FUNCTIONS = TORCH / "nn" / "modules" / "_functions.py"
+
+
+@pytest.mark.parametrize(
+    ("function", "waits", "is_of_training"),
+    [
+        (function_in(JOIN), True, True),
+        (method_in(FUNCTIONS), True, True),
+        (function_in(FUNCTIONS), False, False),
+        (function_in(COLLECTIVE), True, False),
+    ],
+    ids=["Join", "SyncBatchNorm", "another function", "the user's"],
+)
+def test_torchs_own_collectives_of_training_are_told_from_the_users(
+    issued: list[int], function: Any, waits: bool, is_of_training: bool
+) -> None:
+    with waiting_in(COLLECTIVE, function) as thread:
+        still = Standstill(thread)
+        still.look("step 1")
+        still.look("step 1")
+        assert bool(still.collective) is waits
+        assert still.is_of_training is is_of_training
+
+
 def test_who_compiles_is_seen_to(issued: list[int]) -> None:
     with waiting_in(Path(os.path.join(TORCH, "_dynamo", "convert_frame.py"))) as thread:
         still = Standstill(thread)

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 from endless_wait import EndlessWait
 
+from gradsync.comm import correspondent
 from gradsync.comm import ledger as ledger_module
 from gradsync.comm import watch as watch_module
 from gradsync.comm.ledger import Ledger, Place
@@ -26,7 +27,7 @@ _torch: Any = dist
 
 @pytest.fixture
 def watches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Watch]]:
-    monkeypatch.setattr(watch_module, "_SPOKEN_S", PATIENCE_S)
+    monkeypatch.setattr(correspondent, "_SPOKEN_S", PATIENCE_S)
     monkeypatch.setattr(ledger_module, "_lives", iter([0, 0]))  # one life, seen by two ranks of one process
     store = serve_store("127.0.0.1", 0, 2, timedelta(seconds=PATIENCE_S))
     made = [Watch(Ledger(_torch.PrefixStore("default", store), rank, 2), 60.0) for rank in range(2)]

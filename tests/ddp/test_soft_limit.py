@@ -14,7 +14,7 @@ import gradsync
 from gradsync.comm import private
 from gradsync.comm.groups import exchange_text
 from gradsync.comm.waits import FutureEnd, waits_of
-from gradsync.comm.watch import set_soft_limit
+from gradsync.comm.watches import set_soft_limit
 from gradsync.ddp import recording, tuned_plan
 from gradsync.errors import StalledError
 from rank_pool import RankJobError

@@ -103,7 +103,7 @@ def _train_to_the_end(task: Assignment, end: Callable[[BaseException], None]) ->
 def _train(task: Assignment, end: Callable[[BaseException], None]) -> None:
     import gradsync.ddp.module as module
     from gradsync.comm.process import destroy_process_group, init_process_group
-    from gradsync.comm.watch import watch_of_world
+    from gradsync.comm.watches import watch_of_world
     from gradsync.train.ranks import Group
 
     trap = None if task.fault is None else Trap(task.fault, task.store_pid, task.folder)

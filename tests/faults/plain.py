@@ -6,6 +6,7 @@ A process of multiprocessing's, as of torch's ``spawn``: those see to exceptions
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 
 import gradsync
 
@@ -35,10 +37,20 @@ class Task:
     output: Path
 
 
+def fail() -> None:
+    raise ValueError("the injected failure")
+
+
+def wait_for_a_failed_thread() -> None:
+    threading.Thread(target=fail).start()
+    threading.Event().wait()
+
+
 def strike(kind: str) -> None:
-    if kind == "raise":
-        raise ValueError("the injected failure")
     strikes: dict[str, Callable[[], Any]] = {
+        "raise": fail,
+        "thread": wait_for_a_failed_thread,
+        "hang": lambda: time.sleep(600),
         "exit": lambda: os._exit(3),
         "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
         "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
@@ -69,6 +81,9 @@ def main(task: Task, rank: int, port: int) -> None:
         dist.new_group(backend="gloo")
         dist.barrier()
     model = gradsync.DistributedDataParallel(nn.Linear(4, 4))
+    if task.where == "in torch's Join":
+        with Join([model]):
+            reach(task.where)
     for step in range(_NUM_STEPS):
         if step == _NUM_STEPS - 1:
             reach("in the loop")

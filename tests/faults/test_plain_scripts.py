@@ -30,7 +30,7 @@ def run(folder: Path, where: str, kind: str, struck: int = 1, backend: str = "gl
         process.start()
     try:
         ranks[1 - struck].join(_PATIENCE_S)
-        if kind == "stop":
+        if kind in ("stop", "hang", "thread"):
             ranks[struck].kill()
         ranks[struck].join(_PATIENCE_S)
         told = outputs[1 - struck].read_text()
@@ -93,3 +93,14 @@ def test_a_rank_that_comes_late_to_a_group_of_the_users_is_waited_for(tmp_path: 
 def test_how_a_process_of_multiprocessings_ends_is_told(tmp_path: Path, backend: str, kind: str, sign: str) -> None:
     told = run(tmp_path, "in the loop", kind, backend=backend)
     assert sign in told, told
+
+
+def test_a_rank_without_batches_does_not_wait_for_ever_in_torchs_own_join(tmp_path: Path) -> None:
+    told = run(tmp_path, "in torch's Join", "hang")
+    assert "the odd one out is rank 1: it is busy elsewhere" in told, told
+    assert "this process is ended, as it waits in" in told and "in main: with Join([model])" in told, told
+
+
+def test_who_waits_for_a_thread_that_an_exception_has_ended_is_named_with_it(tmp_path: Path) -> None:
+    told = run(tmp_path, "in the loop", "thread")
+    assert "the odd one out is rank 1: a thread of it has ended with ValueError: the injected failure" in told, told

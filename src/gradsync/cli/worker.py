@@ -24,7 +24,7 @@ from gradsync.cli.failures import describe, failure_of, keep_trace, record
 from gradsync.cli.main import EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USAGE, fail
 from gradsync.cli.speaker import leave_with, let_speak
 from gradsync.comm.last_words import end_now, tell
-from gradsync.comm.watch import watch_of_world
+from gradsync.comm.watches import watch_of_world
 from gradsync.errors import ConfigError, GradsyncError
 from gradsync.observe.progress import Silent, View, open_view
 from gradsync.observe.terminal import fit_for, lasting

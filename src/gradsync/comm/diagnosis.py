@@ -16,6 +16,10 @@ _DATA = re.compile(
     r"dataloader|data_loader|dataset|loader\.py| in \w*(load|fetch|collate|next_batch)\w*", re.IGNORECASE
 )
 _EVALUATION = re.compile(r" in \w*(eval|valid|test_step|sample|generate)\w*", re.IGNORECASE)
+_HAS_ENDED = (
+    "it has left its loop and ended, so it had fewer batches than the others; give all ranks the same number of "
+    "batches, or train inside ddp.join()"
+)
 _SAVING = re.compile(r" in \w*(save|checkpoint)\w*|serialization\.py", re.IGNORECASE)
 
 
@@ -50,10 +54,7 @@ def odd_ones(
     """Return the ranks that are not where the others are, and the likely cause with its cure."""
     gone = [rank for rank in members if rank in left]
     if gone:
-        return gone, (
-            "it has left its loop and ended, so it had fewer batches than the others; give all ranks the same "
-            "number of batches, or train inside ddp.join()"
-        )
+        return gone, _HAS_ENDED
     silent = [rank for rank in members if rank not in places]
     if silent:
         return silent, (
@@ -66,7 +67,8 @@ def odd_ones(
     alone = [rank for rank in members if places[rank].collective]
     if alone and len(alone) < len(members) and not is_of_several_groups:
         return alone, _cause_of(places[alone[0]])
-    return _unlike_the_others(members, places, is_of_several_groups)
+    odd, cause = _unlike_the_others(members, places, is_of_several_groups)
+    return (list(left), _HAS_ENDED) if left and not odd else (odd, cause)
 
 
 def name_of(ranks: Sequence[int]) -> str:
@@ -117,6 +119,8 @@ def _cause_of(place: Place) -> str:
             f"it is in a collective that the others did not issue ({name}); every rank must issue the same "
             "collectives in the same order (if its loop is over, it had fewer batches: train inside ddp.join())"
         )
+    if place.mishap:
+        return f"a thread of it has ended with {place.mishap}, and it may be waiting for that thread ({innermost})"
     if _DATA.search(where):
         return f"its data loader has no batch ready ({innermost}); look at its storage and its loader's workers"
     if _EVALUATION.search(where):
@@ -143,5 +147,6 @@ def _describe(place: Place | None, has_left: bool) -> str:
         doing.append(place.phase if is_starting else f"pass {place.step}, {place.phase}{bucket}")
     where = f" in {place.collective}" if place.collective else ""
     waited = "" if place.waited_s is None else f" (waiting{where} for {place.waited_s:.1f} s)"
+    mishap = f"; a thread has ended with {place.mishap}" if place.mishap else ""
     stack = "".join(f"\n      {line}" for line in place.stack)
-    return f"{'; '.join(doing)}{waited}{stack}"
+    return f"{'; '.join(doing)}{waited}{mishap}{stack}"

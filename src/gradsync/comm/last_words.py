@@ -1,7 +1,7 @@
 """What a rank does at its end: an exception that nobody caught is told to the others, and clean-up cannot hang.
 
-Installed in place of ``sys.excepthook``, which it calls. An error that is only the echo of another rank's is not
-told; its cause is printed below the traceback instead.
+Installed in place of ``sys.excepthook`` and ``threading.excepthook``, which it calls. An error that is only the echo of
+another rank's is not told; its cause is printed below the traceback instead.
 
 [Note: Last resort] A rank that stands in a collective of torch's hears of nothing. If another one has failed, or does
 not answer any more, what it waits for will not come, and its process is ended with the cause (not in an interactive
@@ -24,7 +24,8 @@ from typing import Any, NoReturn
 
 from gradsync.comm.aftermath import is_aftermath
 from gradsync.comm.standstill import stack_of
-from gradsync.comm.watch import set_last_resort, stop_all, watch_of_world
+from gradsync.comm.watch import set_last_resort
+from gradsync.comm.watches import stop_all, watch_of_world
 from gradsync.errors import GradsyncError, RankFailedError, StalledError
 
 CLEANUP_S = 3.0
@@ -47,6 +48,7 @@ def install(serves_store: bool = False) -> None:
     _owner = os.getpid()
     words = _LastWords(sys.excepthook)
     sys.excepthook = words
+    threading.excepthook = _ThreadsWords(threading.excepthook)
     atexit.register(_at_exit, words)
     if multiprocessing.parent_process() is not None:
         Finalize(None, _at_process_end, (words,), exitpriority=_BEFORE_ALL)
@@ -100,6 +102,19 @@ class _LastWords:
             print(f"gradsync: the cause: {told}", file=sys.stderr, flush=True)
         self.has_spoken = True
         _let_the_failed_end()
+
+
+class _ThreadsWords:
+    """A thread's exception ends no process, but its main thread may wait for that thread, and the others for that."""
+
+    def __init__(self, previous: Callable[..., Any]) -> None:
+        self._previous = previous
+
+    def __call__(self, ended: threading.ExceptHookArgs) -> None:
+        self._previous(ended)
+        watch = watch_of_world() if os.getpid() == _owner and _is_a_rank() else None
+        if watch is not None:
+            watch.mishap = f"{ended.exc_type.__name__}: {ended.exc_value}"
 
 
 def _at_exit(words: _LastWords) -> None:

@@ -41,6 +41,8 @@ class Place:
     """The collective, none of the engine's, that it has been in for as long as it waits."""
     still_s: float = 0.0
     """How long it has begun nothing else and issued no operation."""
+    mishap: str = ""
+    """The exception that has ended a thread of its process; empty if there was none."""
 
     @property
     def spot(self) -> str:

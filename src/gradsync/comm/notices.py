@@ -17,7 +17,8 @@ from torch.distributed.constants import default_pg_timeout
 from gradsync.comm.groups import Group
 from gradsync.comm.ledger import can_hold_ledger
 from gradsync.comm.waits import Cuttable, Waits
-from gradsync.comm.watch import Watch, watch_of_world
+from gradsync.comm.watch import Watch
+from gradsync.comm.watches import watch_of_world
 
 _torch: Any = dist  # for what torch's stubs leave out
 _QUICK_S = 0.05

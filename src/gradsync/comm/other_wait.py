@@ -11,7 +11,8 @@ import torch.distributed as dist
 from gradsync.comm.ledger import Place
 from gradsync.errors import GradsyncError
 
-_STRICT_ANSWER_LIMITS = 1 / 12
+STRICT_ANSWER_LIMITS = 1 / 12
+"""A busy machine may need longer than a moment, and whoever has waited for long can wait for that."""
 _LENIENT_ANSWER_LIMITS = 1.0
 
 
@@ -25,7 +26,7 @@ class OtherWait:
         self.patient_until_s = 0.0
         self.members: list[int] = []
         self.limit_s = limit_s
-        self.answer_limits = _STRICT_ANSWER_LIMITS if is_strict else _LENIENT_ANSWER_LIMITS
+        self.answer_limits = STRICT_ANSWER_LIMITS if is_strict else _LENIENT_ANSWER_LIMITS
         self._is_strict = is_strict
 
     def patience_with(self, places: Mapping[int, Place]) -> float:

@@ -22,7 +22,7 @@ from gradsync.comm.launchers import adopt
 from gradsync.comm.parent import end_with_parent
 from gradsync.comm.roll_call import Meeting, meet, no_connection
 from gradsync.comm.starting import make_watched
-from gradsync.comm.watch import DEFAULT_SOFT_LIMIT_S, set_soft_limit, stop_all
+from gradsync.comm.watches import DEFAULT_SOFT_LIMIT_S, set_soft_limit, stop_all
 from gradsync.errors import BackendError, ConfigError, GradsyncError
 
 logger = logging.getLogger("gradsync")

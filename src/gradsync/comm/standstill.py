@@ -8,6 +8,9 @@ frame is then one of a few files of theirs. A thread that is in the very same ca
 has issued anything, has waited in it since then. Looks that happen to fall into the same line of two calls are told
 apart by the groups' numbers.
 
+[Note: Collectives of training] torch's ``Join`` and its SyncBatchNorm (on GPUs) issue collectives for which every rank
+has to come in its next step, as for the engine's own.
+
 [Note: On a GPU] There the host runs ahead of the collectives and waits where it reads a number of the device. That it
 does is told from the line it stands in.
 """
@@ -32,6 +35,8 @@ _TORCH = os.path.join(Path(torch.__file__).parent, "")
 _DISTRIBUTED = os.path.join(_TORCH, "distributed", "")
 _COMPUTES = os.path.join(_DISTRIBUTED, "tensor", "")
 """DTensor's files run the local operations, too; its collectives are functional ones, in a file of theirs."""
+_JOIN = os.path.join(_DISTRIBUTED, "algorithms", "join.py")
+_BATCHNORM = os.path.join(_TORCH, "nn", "modules", "_functions.py")
 _OPERATORS = os.path.join(_TORCH, "_ops.py")
 _COMPILERS = (
     os.path.join(_TORCH, "_dynamo", "convert_frame.py"),
@@ -54,6 +59,8 @@ class Standstill:
         """When it last began another thing or issued an operation, as far as was seen."""
         self.collective = ""
         """The collective that the thread has been in since ``since_s``; empty if it is elsewhere or just came."""
+        self.is_of_training = False
+        """See [Note: Collectives of training]."""
         self.is_compiling = False
         self._mark: Any = None
         self._call: tuple[tuple[int, int], ...] = ()
@@ -65,6 +72,7 @@ class Standstill:
         frames = _frames_of(self._thread)
         call = tuple((id(frame), frame.f_lasti) for frame in frames)
         name = _collective_of(frames)
+        self.is_of_training = any(frame.f_code.co_filename == _JOIN or _is_batchnorm(frame) for frame in frames)
         self.is_compiling = any(frame.f_code.co_filename in _COMPILERS for frame in frames)
         if mark != self._mark:
             self._mark, self.progressed_s = mark, now
@@ -140,10 +148,16 @@ def _collective_of(frames: list[FrameType]) -> str:
 
 def _waits(frame: FrameType) -> bool:
     path = frame.f_code.co_filename
+    if _is_batchnorm(frame):
+        return True  # it picks the ranks that had input, for which the device has to know them
     if path.startswith(_DISTRIBUTED):
         return not path.startswith(_COMPUTES)
     # compiled code calls the operators of functional collectives itself
     return "c10d_functional" in linecache.getline(path, _line_of(frame))
+
+
+def _is_batchnorm(frame: FrameType) -> bool:
+    return frame.f_code.co_filename == _BATCHNORM and frame.f_code.co_qualname.startswith("SyncBatchNorm.")
 
 
 def _reads_device(frame: FrameType) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from gradsync.comm.ledger import FAILED_START, STARTING, Place
 from gradsync.comm.waits import Waits
-from gradsync.comm.watch import watch_of_world, watch_start
+from gradsync.comm.watches import watch_of_world, watch_start
 
 
 class _StartWaits(Waits):

@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 from gradsync.comm.aftermath import is_aftermath
 from gradsync.comm.ledger import Place
-from gradsync.comm.other_wait import give_up
-from gradsync.comm.watch import Watch, watch_of_world
+from gradsync.comm.other_wait import STRICT_ANSWER_LIMITS, give_up
+from gradsync.comm.watch import Watch
+from gradsync.comm.watches import watch_of_world
 from gradsync.errors import GradsyncError, RankFailedError, StalledError
 
 T = TypeVar("T")
@@ -31,8 +32,7 @@ _SLICE = timedelta(seconds=0.2)
 class Waits:
     """How one engine waits for the works of its group; without a group, for all ranks of the watch."""
 
-    answer_limits = 1 / 12
-    """See ``watch.Wait``: a busy machine may need longer, and whoever has waited for long can wait for that."""
+    answer_limits = STRICT_ANSWER_LIMITS
 
     def __init__(self, group: Any, watch: Watch | None, limit_s: float | None) -> None:
         if group is not None and group not in dist.distributed_c10d._world.pg_map:

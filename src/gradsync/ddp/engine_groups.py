@@ -14,7 +14,7 @@ from gradsync.comm.groups import Group
 from gradsync.comm.private import Lease, borrow_group
 from gradsync.comm.summing import Pending, choose_sum
 from gradsync.comm.waits import Waits
-from gradsync.comm.watch import watch_of_world
+from gradsync.comm.watches import watch_of_world
 from gradsync.ddp.bucket import allocate_zeros
 
 

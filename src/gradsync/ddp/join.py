@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
 
 from gradsync.comm.waits import Waits
-from gradsync.comm.watch import watch_of_world
+from gradsync.comm.watches import watch_of_world
 from gradsync.ddp.replicas import broadcast_state
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradsync.comm.waits import Waits
-from gradsync.comm.watch import watch_of_world
+from gradsync.comm.watches import watch_of_world
 
 
 class CPUSyncBatchNorm(nn.SyncBatchNorm):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gradsync.comm.waits import wait_for_thread
-from gradsync.comm.watch import excused, watch_of_world
+from gradsync.comm.watches import excused, watch_of_world
 from gradsync.parallel.pieces import copied_to_cpu
 from gradsync.train.checkpoint import CheckpointFolder
 from gradsync.train.state import State

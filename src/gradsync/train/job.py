@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from gradsync import __version__
-from gradsync.comm.watch import excused, explaining
+from gradsync.comm.watches import excused, explaining
 from gradsync.data.loader import evaluation_batches
 from gradsync.errors import CheckpointError, NonFiniteError
 from gradsync.observe.memory import resident_bytes

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any
 
-from gradsync.comm.watch import note_loop
+from gradsync.comm.watches import note_loop
 
 PHASES = (
     "data",
