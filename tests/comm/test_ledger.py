@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from gradsync.comm import ledger as ledger_module
 from gradsync.comm.ledger import Event, Ledger, Place, can_hold_ledger
 from gradsync.comm.store import serve_store
 
@@ -16,13 +15,12 @@ _torch: Any = dist
 
 
 @pytest.fixture(params=["tcp", "file"])
-def ledgers(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Ledger]:
+def ledgers(request: pytest.FixtureRequest, tmp_path: Path) -> list[Ledger]:
     store = (
         serve_store("127.0.0.1", 0, 3, timedelta(seconds=5))
         if request.param == "tcp"
         else _torch.FileStore(str(tmp_path / "store"), 3)
     )
-    monkeypatch.setattr(ledger_module, "_lives", iter([0, 0, 0]))  # one life, seen by three ranks of one process
     return [Ledger(_torch.PrefixStore("default", store), rank, 3) for rank in range(3)]
 
 

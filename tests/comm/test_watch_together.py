@@ -14,7 +14,6 @@ import torch.distributed as dist
 from endless_wait import EndlessWait
 
 from gradsync.comm import correspondent
-from gradsync.comm import ledger as ledger_module
 from gradsync.comm import watch as watch_module
 from gradsync.comm.ledger import Ledger, Place
 from gradsync.comm.store import serve_store
@@ -28,7 +27,6 @@ _torch: Any = dist
 @pytest.fixture
 def watches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Watch]]:
     monkeypatch.setattr(correspondent, "_SPOKEN_S", PATIENCE_S)
-    monkeypatch.setattr(ledger_module, "_lives", iter([0, 0]))  # one life, seen by two ranks of one process
     store = serve_store("127.0.0.1", 0, 2, timedelta(seconds=PATIENCE_S))
     made = [Watch(Ledger(_torch.PrefixStore("default", store), rank, 2), 60.0) for rank in range(2)]
     for watch in made:
@@ -74,7 +72,6 @@ def test_who_waits_in_another_group_is_not_blamed_for_a_rank_outside(
     monkeypatch: pytest.MonkeyPatch, other: str, odd: str
 ) -> None:
     """Rank 1 waits in a collective with rank 2, or in the engine as rank 0 does; rank 2 is stopped."""
-    monkeypatch.setattr(ledger_module, "_lives", iter([0, 0]))
     store = serve_store("127.0.0.1", 0, 3, timedelta(seconds=PATIENCE_S))
     made = [Watch(Ledger(_torch.PrefixStore("default", store), rank, 3), 60.0) for rank in range(2)]
     made[0].waiting = EndlessWait()  # type: ignore[assignment]

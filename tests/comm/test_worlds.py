@@ -1,6 +1,7 @@
 """Ranks that make a world, leave it and make the next one, at the same address."""
 
 import os
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +12,10 @@ from torch import nn
 
 import gradsync
 from gradsync.comm.process import destroy_process_group
+from gradsync.comm.watches import watch_of_world
 from listening import free_port
+
+PATIENCE_S = 60.0
 
 
 def worlds_in_sequence(rank: int, world: int, port: int, way: str) -> list[float]:
@@ -61,3 +65,33 @@ def test_ranks_that_were_in_another_world_meet_one_that_was_not(ranks3: Any) -> 
         assert ranks3(world_after_others, [free_port(), free_port()], "tcp://127.0.0.1:{port}") == [6.0] * 3
     finally:
         ranks3.close()
+
+
+def failure_after_other_worlds(rank: int, world: int, ports: list[int]) -> str:
+    """The same, made by torch's own function; then the third rank fails."""
+    dist.destroy_process_group()  # the pool's
+    for port, size in zip(ports, (2, world), strict=True):
+        if rank < size:
+            dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+            watch = watch_of_world()
+            assert watch is not None
+            if size == 2:
+                dist.barrier()
+                destroy_process_group()
+    if rank == world - 1:
+        watch.report(ValueError("no such batch"))
+        return ""
+    until_s = time.monotonic() + PATIENCE_S
+    while watch.error is None:
+        assert time.monotonic() < until_s, "nothing was heard"
+        time.sleep(0.01)
+    watch.acknowledge()
+    return str(watch.error)
+
+
+def test_ranks_that_were_in_another_world_hear_of_the_failure_of_one_that_was_not(ranks3: Any) -> None:
+    try:
+        *heard, _ = ranks3(failure_after_other_worlds, [free_port(), free_port()])
+    finally:
+        ranks3.close()
+    assert all("rank 2 failed in pass 0 (before the first pass): ValueError: no such batch" in text for text in heard)

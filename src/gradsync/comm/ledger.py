@@ -14,9 +14,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from gradsync.comm.store import number_of_visit
+
 _torch: Any = dist  # for what torch's stubs leave out
 _PATIENCE = timedelta(seconds=5)
-_lives = itertools.count()
 
 STARTING = "starting the process group"
 FAILED_START = "the start of the process group"
@@ -74,7 +75,9 @@ class Ledger:
         self.rank = rank
         self.world = world
         self._keep_alive = store
-        self._store = _Counted(_torch.PrefixStore(f"gradsync/ledger/{next(_lives)}", own_connection(store)))
+        connection = own_connection(store)
+        life = number_of_visit(_torch.PrefixStore("gradsync/ledgers", connection), rank)
+        self._store = _Counted(_torch.PrefixStore(f"gradsync/ledger/{life}", connection))
         self._next = 0
 
     @property

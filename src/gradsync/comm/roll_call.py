@@ -10,8 +10,6 @@ import os
 import socket
 import sys
 import time
-import weakref
-from collections import Counter
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -22,14 +20,12 @@ import torch.distributed as dist
 from gradsync.comm.interfaces import own_address
 from gradsync.comm.ledger import can_hold_ledger
 from gradsync.comm.meeting import host_id
-from gradsync.comm.store import is_served_by_launcher, open_store
+from gradsync.comm.store import is_served_by_launcher, number_of_visit, open_store
 from gradsync.errors import BackendError
 
 _torch: Any = dist  # for what torch's stubs leave out
 _NOTE_EVERY_S = 30.0
 _LAST_TO_LEAVE_S = 1.0
-_worlds_at: Counter[str] = Counter()
-_worlds_through: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
 
 logger = logging.getLogger("gradsync")
 
@@ -71,7 +67,6 @@ def meet(init_method: str | None, store: Any, rank: int, world: int, timeout: ti
         BackendError: rank 0 was not reached, or some rank did not come in time.
     """
     endpoint = None if store is not None else _endpoint(init_method, rank, world)
-    number = _number_of_world(store, str(endpoint or init_method))
     where, serves_store = "the store", False
     if endpoint is not None:
         where, serves_store = "{}:{}".format(*endpoint), rank == 0 and not is_served_by_launcher()
@@ -88,22 +83,10 @@ def meet(init_method: str | None, store: Any, rank: int, world: int, timeout: ti
         store.set_timeout(timeout)
     if rank < 0 or world < 2 or not can_hold_ledger(store):
         return Meeting(store, rank, world, [], serves_store)
-    store = _torch.PrefixStore(f"gradsync/world/{number}", store)
+    store = _torch.PrefixStore(f"gradsync/world/{number_of_visit(store, rank)}", store)
     cards = call_roll(store, rank, world, timeout, where)
     use_loopback_alone(cards)
     return Meeting(store, rank, world, cards, serves_store)
-
-
-def _number_of_world(store: Any, place: str) -> int:
-    """Count this process's worlds through one store, or at one place: the store may outlive a world, and its keys too.
-
-    Worlds elsewhere do not count, since the other ranks may have seen more or fewer of them.
-    """
-    if store is not None:
-        _worlds_through[store] = _worlds_through.get(store, 0) + 1
-        return _worlds_through[store]
-    _worlds_at[place] += 1
-    return _worlds_at[place]
 
 
 def _endpoint(init_method: str | None, rank: int, world: int) -> tuple[str, int] | None:

@@ -62,6 +62,14 @@ def open_store(host: str, port: int, rank: int, world: int, timeout: timedelta) 
     return store
 
 
+def number_of_visit(store: Any, rank: int) -> int:
+    """Return how often this rank has come to a store: it may outlive a world of ranks, and its keys too.
+
+    Counted in the store, since the processes may have been in other worlds before, or be new ones.
+    """
+    return int(store.add(f"gradsync/visits/{rank}", 1))
+
+
 def is_served_by_launcher() -> bool:
     """Whether the store belongs to torchrun, or to our own launcher, and outlives the ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
