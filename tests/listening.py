@@ -7,6 +7,8 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
+from gradsync.comm.interfaces import interfaces
+
 _LISTENING = "0A"
 _UNCONNECTED = "07"
 
@@ -15,6 +17,11 @@ def free_port() -> int:
     """A port on which nobody listens just now."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
+
+
+def own_addresses() -> list[str]:
+    """Every IPv4 address of this machine."""
+    return [address for each in interfaces() for address in each.addresses if ":" not in address]
 
 
 def addresses(pids: Iterable[int]) -> set[tuple[str, int]]:

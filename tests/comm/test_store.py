@@ -6,17 +6,12 @@ from datetime import timedelta
 
 import pytest
 
-from gradsync.comm.interfaces import interfaces
 from gradsync.comm.store import open_store, resolve, serve_store
-from listening import addresses, free_port
+from listening import addresses, free_port, own_addresses
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's tables of sockets")
 
 LIMIT = timedelta(seconds=60)
-
-
-def own_addresses() -> list[str]:
-    return [address for each in interfaces() for address in each.addresses if ":" not in address]
 
 
 @pytest.mark.parametrize("address", own_addresses())

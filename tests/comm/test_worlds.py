@@ -1,8 +1,10 @@
 """Ranks that make a world, leave it and make the next one, at the same address."""
 
 import os
+import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch import nn
 import gradsync
 from gradsync.comm.process import destroy_process_group
 from gradsync.comm.watches import watch_of_world
-from listening import free_port
+from listening import beyond_loopback, free_port
 
 PATIENCE_S = 60.0
 
@@ -95,3 +97,21 @@ def test_ranks_that_were_in_another_world_hear_of_the_failure_of_one_that_was_no
     finally:
         ranks3.close()
     assert all("rank 2 failed in pass 0 (before the first pass): ValueError: no such batch" in text for text in heard)
+
+
+def world_on_this_machine(rank: int, world: int, way: str) -> set[tuple[str, int]]:
+    dist.destroy_process_group()  # the pool's
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)  # which keeps the pool on loopback
+    before = beyond_loopback([os.getpid()])
+    gradsync.init_process_group("gloo", way, timedelta(seconds=40), rank=rank, world_size=world)
+    dist.all_reduce(torch.zeros(1))
+    return beyond_loopback([os.getpid()]) - before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's tables of sockets")
+@pytest.mark.parametrize("way", ["tcp://127.0.0.1:{port}", "tcp://localhost:{port}", "file://{folder}/store"])
+def test_ranks_of_one_machine_open_no_port_beyond_it(ranks: Any, way: str, tmp_path: Path) -> None:
+    try:
+        assert ranks(world_on_this_machine, way.format(port=free_port(), folder=tmp_path)) == [set(), set()]
+    finally:
+        ranks.close()

@@ -1,6 +1,8 @@
 """The way between ranks, with ranks that are threads of this process."""
 
+import os
 import socket
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -8,6 +10,7 @@ import torch.distributed as dist
 
 from gradsync.doctor.pairs import Card, Prober, Way, pairs_to_measure
 from gradsync.doctor.ranks import judge_ways, told_ways
+from listening import addresses, own_addresses
 
 
 def probe(store: dist.Store, rank: int, world: int, error: str = "") -> tuple[list[Card], list[Way]]:
@@ -31,6 +34,17 @@ def test_every_pair_is_measured_and_every_rank_learns_it() -> None:
         assert way.latency_s > 0 and way.there_bytes_per_s > 0 and way.back_bytes_per_s > 0
         assert abs(way.clock_offset_s) < 1.0
     assert len(told_ways(cards, ways)) == 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's tables of sockets")
+@pytest.mark.parametrize("address", own_addresses())
+def test_it_listens_at_the_advertised_address_alone_and_not_for_longer_than_needed(address: str) -> None:
+    before = addresses([os.getpid()])
+    prober = Prober(dist.HashStore(), 0, 1, address, 2.0)
+    prober.meet()
+    assert addresses([os.getpid()]) - before == {(address, prober.cards[0].port)}
+    prober.close()
+    assert addresses([os.getpid()]) - before == set()
 
 
 def test_a_rank_that_cannot_listen_is_told_and_the_others_are_measured() -> None:
