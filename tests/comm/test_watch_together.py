@@ -67,6 +67,25 @@ def test_a_rank_that_says_nothing_is_not_waited_for_long(watches: list[Watch], m
     assert not failed.is_alive()
 
 
+@pytest.mark.parametrize(
+    ("where", "when_stuck", "speaks"), [("torch", None, True), ("torch", "ends", False), ("", None, False)]
+)
+def test_who_stands_in_a_collective_of_torchs_says_what_it_has_heard_before_it_is_ended(
+    watches: list[Watch],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    where: str,
+    when_stuck: str | None,
+    speaks: bool,
+) -> None:
+    monkeypatch.setattr(watch_module, "_SILENT_S", 0.1)
+    monkeypatch.setattr(watches[0], "_look_at_oneself", lambda: None)
+    monkeypatch.setattr(watches[0], "when_stuck", when_stuck and (lambda error: None))
+    watches[0]._standstill.collective = where and "all_reduce"
+    reporting(watches[1]).join(PATIENCE_S / 2)
+    assert ("RankFailedError: rank 1 failed in" in caplog.text) is speaks
+
+
 @pytest.mark.parametrize(("other", "odd"), [("all_reduce", "rank 2: it does not answer"), ("", "rank 1: it waits in")])
 def test_who_waits_in_another_group_is_not_blamed_for_a_rank_outside(
     monkeypatch: pytest.MonkeyPatch, other: str, odd: str

@@ -12,6 +12,7 @@ from pathlib import Path
 from gradsync import errors
 from gradsync.cli.main import EXIT_FAILED, exit_code_of
 from gradsync.comm.aftermath import is_aftermath
+from gradsync.comm.remarks import told
 from gradsync.errors import BackendError, GradsyncError, StalledError
 from gradsync.train.config import TrainConfig
 from gradsync.train.runfolder import RunFolder
@@ -36,7 +37,7 @@ def failure_of(rank: int, error: Exception) -> Failure:
     return Failure(
         rank=rank,
         kind=type(error).__name__,
-        message=str(error),
+        message=told(error),
         trace="".join(traceback.format_exception(error)),
         exit_code=exit_code_of(error) if isinstance(error, GradsyncError) else EXIT_FAILED,
         is_expected=is_expected,

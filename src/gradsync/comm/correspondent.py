@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 from gradsync.comm.diagnosis import name_of
 from gradsync.comm.ledger import Event, Ledger, Place
+from gradsync.comm.remarks import told
 from gradsync.comm.store import is_served_by_launcher
 from gradsync.errors import GradsyncError, RankFailedError, StalledError
 
@@ -53,7 +54,7 @@ class Correspondent:
 
     def report(self, error: BaseException) -> None:
         """Tell all ranks that an exception ends this one, and give them a moment to hear it and say so."""
-        text = f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {told(error)}"
         others = [rank for rank in range(self.world) if rank != self.rank]
         with self._hurry():
             number = self._ledger.post(Event("failure", self.rank, text, self.spot()))

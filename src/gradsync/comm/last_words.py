@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from gradsync.comm.aftermath import is_aftermath
+from gradsync.comm.remarks import add_remark
 from gradsync.comm.standstill import stack_of
 from gradsync.comm.watch import set_last_resort
 from gradsync.comm.watches import stop_all, watch_of_world
@@ -58,6 +59,7 @@ def install(serves_store: bool = False) -> None:
 
 def tell(error: BaseException) -> str:
     """Tell the other ranks of an exception that ends this one; return what another rank had told before."""
+    add_remark(error)
     told = [""]
     _bounded(lambda: told.__setitem__(0, _tell(error)), _TELLING_S)
     return told[0]
@@ -89,6 +91,7 @@ class _LastWords:
         self.has_spoken = False
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        add_remark(error)
         self._previous(kind, error, trace)
         self.speak(error)
 

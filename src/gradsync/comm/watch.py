@@ -27,6 +27,7 @@ then ended on this rank's own judgement.
 [Note: Cost] Nothing happens on a pass that goes well but a few attributes being set, and two looks a second.
 """
 
+import logging
 import threading
 import time
 import weakref
@@ -43,6 +44,8 @@ from gradsync.comm.other_wait import OtherWait
 from gradsync.comm.standstill import Standstill, is_in_collective, stack_of
 from gradsync.comm.store import is_served_by_launcher
 from gradsync.errors import GradsyncError, StalledError
+
+logger = logging.getLogger("gradsync")
 
 _LOOK_S = 0.5
 _SILENT_S = 1.0  # how long one of the others may take for that, which may be at something that lasts
@@ -201,6 +204,7 @@ class Watch(Correspondent):
         self._look_at_oneself()
         self._look_after_error()
         if any(time.monotonic() - heard_s > _SILENT_S for heard_s in list(self._unspoken.values())):
+            self._speak_for_the_stuck()
             self.acknowledge()
         waiting = self._wait_of_now()
         if waiting is None:
@@ -258,6 +262,12 @@ class Watch(Correspondent):
                 self.when_stuck(self.error)
             elif _last_resort is not None and self._is_stuck_for(_STUCK_S):
                 _last_resort(self.error)
+
+    def _speak_for_the_stuck(self) -> None:
+        """A launcher may end this rank while it stands in a collective, and it would have said nothing."""
+        is_in_torchs = self.waiting is None and bool(self._standstill.collective)
+        if self.error is not None and not self.has_raised and is_in_torchs and self.when_stuck is None:
+            logger.error("%s: %s", type(self.error).__name__, self.error)
 
     def _is_stuck_for(self, seconds: float) -> bool:
         """Whether the main thread has waited for others that long: whatever else it does may come to an end."""

@@ -1,0 +1,34 @@
+"""What an error does not say of itself: that this process has run out of open files.
+
+Libraries tell it in other words, or look for an address, a name or a module in vain.
+"""
+
+import errno
+import os
+
+
+def add_remark(error: BaseException) -> None:
+    """Note on an exception, which its traceback shows then, that no file can be opened any more."""
+    remark = "" if _can_open() else _full()
+    if remark and remark not in getattr(error, "__notes__", ()):
+        error.add_note(remark)
+
+
+def told(error: BaseException) -> str:
+    """Return an exception's text with what was noted on it."""
+    return str(error) + "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+
+
+def _can_open() -> bool:
+    try:
+        os.close(os.dup(2))
+    except OSError as refusal:
+        return refusal.errno != errno.EMFILE
+    return True
+
+
+def _full() -> str:
+    import resource  # not on every system on which this module is imported
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return f"this process has all {limit} files open that it may: raise the limit (ulimit -n), or close some"
