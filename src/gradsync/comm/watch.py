@@ -267,7 +267,7 @@ class Watch(Correspondent):
         """A launcher may end this rank while it stands in a collective, and it would have said nothing."""
         is_in_torchs = self.waiting is None and bool(self._standstill.collective)
         if self.error is not None and not self.has_raised and is_in_torchs and self.when_stuck is None:
-            logger.error("%s: %s", type(self.error).__name__, self.error)
+            logger.error("gradsync: %s: %s", type(self.error).__name__, self.error)
 
     def _is_stuck_for(self, seconds: float) -> bool:
         """Whether the main thread has waited for others that long: whatever else it does may come to an end."""
