@@ -10,7 +10,9 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -24,7 +26,7 @@ from shm_jobs import new_group, shm_group
 
 from gradsync.comm.shm import ShmGroup
 from gradsync.comm.shm_collectives import STAGE_BYTES
-from gradsync.errors import BackendError
+from gradsync.errors import BackendError, RankFailedError
 from rank_pool import RankPool
 
 LARGE = 3 * STAGE_BYTES // 4
@@ -330,6 +332,25 @@ def aborted(rank: int, world: int) -> None:
 
 def test_abort_is_told_to_peers(ranks: RankPool) -> None:
     ranks(aborted)
+
+
+def given_up_while_it_waits(rank: int, world: int, size: int) -> None:
+    with shm_group() as group:
+        if rank == 1:
+            with pytest.raises(BackendError, match="rank 0 gave up.*: rank 1 failed in step 3: no batch"):
+                group.recv([torch.ones(1)], 0, 0).wait()
+            return
+        threading.Timer(0.2, group.give_up, [RankFailedError("rank 1 failed in step 3: no batch")]).start()
+        with pytest.raises(RankFailedError) as raised:
+            group.allreduce([torch.ones(size)]).wait()
+        told = "".join(traceback.format_exception(raised.value))
+        assert told.count("Traceback") == 1, told
+        assert told.endswith("RankFailedError: rank 1 failed in step 3: no batch\n"), told
+
+
+@pytest.mark.parametrize("size", [4, LARGE])
+def test_what_a_group_is_given_up_for_is_raised_as_it_is(ranks: RankPool, size: int) -> None:
+    ranks(given_up_while_it_waits, size)
 
 
 def error_in_torch_ddp(rank: int, world: int) -> None:

@@ -2,7 +2,8 @@
 
 [Note: Failure] The first failure ends the group: the reason is sent to all peers, so that everybody raises it
 and names the same culprit, and every later operation raises it again. Nothing is tried a second time: after a
-time-out nobody can know what peers have done with the memory they share.
+time-out nobody can know what peers have done with the memory they share. What the watch ends a group for (another
+rank's exception, say) is raised here as it is, and without what this rank's own closing of the wire looks like.
 """
 
 import functools
@@ -34,7 +35,7 @@ from gradsync.comm.wire import (
     Wire,
     WireClosedError,
 )
-from gradsync.errors import BackendError
+from gradsync.errors import BackendError, GradsyncError
 
 
 class Channel:
@@ -55,7 +56,7 @@ class Channel:
         self.segment = segment
         self.memory = memory
         self.scratch: Bytes = np.empty(CHUNK_BYTES, dtype=np.uint8)
-        self.failure: BackendError | None = None
+        self.failure: GradsyncError | None = None
         self._failure_lock = threading.Lock()
         self.wires = [wire]  # all that are told of a failure
         self._global_ranks = list(global_ranks)
@@ -96,6 +97,13 @@ class Channel:
         if self.failure is not None:
             raise BackendError(f"{what} cannot run: the group has failed before: {self.failure}") from self.failure
 
+    def failed(self, what: str, error: BaseException) -> BaseException:
+        """End the group because of ``error``; returns what to raise, with ``error`` as its cause if that says more."""
+        failure = self.fail(what, error)
+        if failure is not error:
+            failure.__cause__ = None if isinstance(error, WireClosedError) else error
+        return failure
+
     def fail(self, what: str, error: BaseException) -> BaseException:
         """End the group because of ``error``; returns what to raise: the first failure.
 
@@ -109,10 +117,10 @@ class Channel:
             wire.abort(str(failure))
         return failure if isinstance(error, Exception) else error
 
-    def _explain(self, what: str, error: BaseException) -> BackendError:
+    def _explain(self, what: str, error: BaseException) -> GradsyncError:
         me = self.name_of([self.rank])
         match error:
-            case BackendError():
+            case GradsyncError():
                 return error
             case PeerLostError(has_said_goodbye=True):
                 text = (
@@ -231,7 +239,7 @@ class Collective:
         try:
             return self.begin()
         except BaseException as error:
-            raise self.channel.fail(self.name, error) from error
+            raise self.channel.failed(self.name, error)  # noqa: B904 - which says itself what caused it
 
     def finish(self) -> None:
         """See ``Operation.finish``."""
@@ -241,7 +249,7 @@ class Collective:
         try:
             self.run()
         except BaseException as error:
-            raise self.channel.fail(self.name, error) from error
+            raise self.channel.failed(self.name, error)  # noqa: B904 - which says itself what caused it
 
     def begin(self) -> bool:
         """Do what ``start`` does."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from gradsync.comm.aftermath import is_aftermath
 from gradsync.comm.diagnosis import name_of
 from gradsync.comm.ledger import Event, Ledger, Place
 from gradsync.comm.remarks import told
@@ -87,6 +88,14 @@ class Correspondent:
     def forget(self) -> None:
         """Forget an error, because the ranks have agreed to go on."""
         self.error, self.has_raised = None, False
+
+    def behind(self, error: BaseException, members: Sequence[int]) -> BaseException:
+        """Return what to raise for an error of a collective: what stands behind it (see ``explain``), or itself."""
+        if error is self.error:  # for which this rank has ended a group
+            return self.raised()
+        if isinstance(error, RankFailedError | StalledError) or not is_aftermath(error):
+            return error
+        return self.explain(error, members)
 
     def explain(self, error: BaseException, members: Sequence[int]) -> BaseException:
         """Return what stands behind an error that may only be the echo of another rank's, or the error itself.

@@ -21,7 +21,7 @@ from gradsync.comm.mpi_messages import Messages, MessageWork
 from gradsync.comm.mpi_requests import Notices, Waiter, has_abandoned
 from gradsync.comm.mpi_types import moved, raw, reduction_op, side_by_side, typed
 from gradsync.comm.python_group import Make, PythonGroup
-from gradsync.errors import BackendError, ConfigError
+from gradsync.errors import BackendError, ConfigError, GradsyncError
 
 _torch: Any = dist  # for what torch's stubs leave out
 _TAG_BITS = 0x3FFF
@@ -49,7 +49,7 @@ class MpiGroup(PythonGroup):
         self._notices = Notices(_torch.PrefixStore("mpi", store), rank, len(global_ranks))
         self.waiter = Waiter(self._notices, members.num_on_this_host(rank))
         self._messages = Messages(self.give_up)
-        self._failure: BackendError | None = None
+        self._failure: GradsyncError | None = None
 
     def shutdown(self) -> None:
         """Leave the group; what is still running fails."""
@@ -66,12 +66,12 @@ class MpiGroup(PythonGroup):
         self.give_up(f"rank {self._own_rank} has aborted the group")
         self.shutdown()
 
-    def give_up(self, reason: str | Exception) -> BackendError:
+    def give_up(self, reason: str | GradsyncError) -> GradsyncError:
         """Make everything fail for this reason, here and on the peers."""
         if self._failure is None:
-            self._failure = BackendError(str(reason))
+            self._failure = BackendError(reason) if isinstance(reason, str) else reason
             self._messages.give_up(self._failure)
-            self._notices.failed(str(reason))
+            self._notices.failed(self._failure)
         return self._failure
 
     def check(self, what: str) -> Any:
@@ -241,8 +241,8 @@ class _Collective:
             self._group.waiter.wait(self._post(comm), self.name, self._timeout_s, self)
         except MPI.Exception as error:
             raise self._group.give_up(f"{self.name} failed on rank {self._group.rank()}: {error}") from error
-        except BackendError as error:
-            raise self._group.give_up(str(error)) from error
+        except GradsyncError as error:
+            raise self._group.give_up(error) from None
         except BaseException:  # an interrupt leaves MPI in the middle of the operation
             self._group.give_up(f"{self.name} was interrupted on rank {self._group.rank()}")
             raise

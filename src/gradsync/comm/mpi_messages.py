@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from gradsync.comm.mpi_requests import SPIN_S, keep_forever
 from gradsync.comm.work import PythonWork
-from gradsync.errors import BackendError
+from gradsync.errors import BackendError, GradsyncError
 
 _PAUSE_S = 50e-6
 _JOIN_S = 10.0
@@ -58,15 +58,15 @@ class MessageWork(PythonWork):
 class Messages:
     """The messages of one group that are under way."""
 
-    def __init__(self, fail: Callable[[str], BackendError]) -> None:
+    def __init__(self, fail: Callable[[str], GradsyncError]) -> None:
         self._fail = fail
         self._pending: list[MessageWork] = []
         self._lock = threading.Lock()  # guards the list, and the requests in it
         self._thread: threading.Thread | None = None
         self._is_closed = False
-        self._given_up: BackendError | None = None
+        self._given_up: GradsyncError | None = None
 
-    def give_up(self, reason: BackendError) -> None:
+    def give_up(self, reason: GradsyncError) -> None:
         """Have what is under way, and what comes after, fail for this reason."""
         self._given_up = reason
 

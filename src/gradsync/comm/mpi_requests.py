@@ -14,7 +14,7 @@ import threading
 import time
 from typing import Any
 
-from gradsync.errors import BackendError
+from gradsync.errors import BackendError, GradsyncError
 
 SPIN_S = 100e-6  # how long a wait looks without a pause
 _PAUSE_S = 50e-6
@@ -32,7 +32,7 @@ class Notices:
         self._store = store
         self.rank = rank
         self._num_ranks = num_ranks
-        self.given_up = ""
+        self.given_up: GradsyncError | None = None
         """Why this rank itself has given the group up."""
 
     def waiting(self, what: str) -> None:
@@ -40,11 +40,11 @@ class Notices:
         with contextlib.suppress(RuntimeError):
             self._store.set(f"waiting/{self.rank}", what)
 
-    def failed(self, reason: str) -> None:
+    def failed(self, reason: GradsyncError) -> None:
         """Say why the group is of no use any more, and end what waits here; the first reason stays."""
         self.given_up = self.given_up or reason
         # The store may be silent, and whoever gives up is in a hurry.
-        teller = threading.Thread(target=self._tell_failure, args=(reason,), daemon=True)
+        teller = threading.Thread(target=self._tell_failure, args=(str(reason),), daemon=True)
         teller.start()
         teller.join(_NOTICE_S)
 
@@ -84,6 +84,7 @@ class Waiter:
 
         Raises:
             BackendError: it is not complete in time, or another rank has given the group up.
+            GradsyncError: this rank has given the group up, for this reason.
         """
         try:
             self._wait(request, what, timeout_s)
@@ -98,7 +99,7 @@ class Waiter:
         has_told = False
         while not request.Test():
             if self._notices.given_up:
-                raise BackendError(f"{what} was ended on rank {self._notices.rank}: {self._notices.given_up}")
+                raise self._notices.given_up
             if now - started < self._spin_s:
                 os.sched_yield()
             else:

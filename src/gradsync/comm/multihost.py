@@ -19,7 +19,7 @@ from torch.distributed import ReduceOp
 from gradsync.comm import arguments
 from gradsync.comm.combine import Reduction, kernel_for, reduction_of
 from gradsync.comm.python_group import Make, PythonGroup
-from gradsync.errors import BackendError
+from gradsync.errors import BackendError, GradsyncError
 
 _torch: Any = dist  # for what torch's stubs leave out
 _REASON_WAIT_S = 0.5  # how long a failed rank waits for others to say what they know
@@ -53,7 +53,7 @@ class MultiHostGroup(PythonGroup):
         if self._local_rank == 0:
             store_of_leaders = _torch.PrefixStore("leaders", store)
             self._leaders = _torch.ProcessGroupGloo(store_of_leaders, self._host, len(names), timeout)
-        self._failure: BackendError | None = None
+        self._failure: GradsyncError | None = None
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D tensor of zeros in the memory that the ranks of this host share."""
@@ -205,7 +205,7 @@ class MultiHostGroup(PythonGroup):
         if self._failure is not None:
             raise BackendError(f"{what} cannot run: the group has failed before: {self._failure}")
 
-    def _fail(self, what: str, error: BaseException) -> BackendError:
+    def _fail(self, what: str, error: BaseException) -> GradsyncError:
         """End the group on this host, and leave the reason in the store for other hosts."""
         if self._failure is None:
             self._failure = self._explain(what, error)
@@ -214,8 +214,8 @@ class MultiHostGroup(PythonGroup):
             self._leaders = None  # closes the connections, so that other hosts see it too
         return self._failure
 
-    def _explain(self, what: str, error: BaseException) -> BackendError:
-        if isinstance(error, BackendError):
+    def _explain(self, what: str, error: BaseException) -> GradsyncError:
+        if isinstance(error, GradsyncError):
             return error
         time.sleep(_REASON_WAIT_S)
         others = [host for host in range(len(self._members)) if host != self._host]

@@ -35,7 +35,7 @@ from gradsync.comm.shm_collectives import (
 )
 from gradsync.comm.shm_messages import Messages, MessageWork
 from gradsync.comm.wire import EAGER_BYTES, Wire
-from gradsync.errors import BackendError
+from gradsync.errors import BackendError, GradsyncError
 
 NAME = "shm"
 _torch: Any = dist  # for what torch's stubs leave out
@@ -118,7 +118,7 @@ class ShmGroup(PythonGroup):
         self.give_up(BackendError(f"{who} has aborted the group"))
         self.shutdown()
 
-    def give_up(self, reason: BackendError) -> None:
+    def give_up(self, reason: GradsyncError) -> None:
         """Make everything fail for this reason, here and on every peer."""
         self._channel.fail("abort", reason)
 

@@ -114,7 +114,7 @@ class Messages:
             with self._lock:
                 begin(work)
         except BaseException as error:
-            raise self._channel.fail(work.name, error) from error
+            raise self._channel.failed(work.name, error)  # noqa: B904 - which says itself what caused it
         self._complete_done()
         return work
 

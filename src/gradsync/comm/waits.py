@@ -17,12 +17,11 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from gradsync.comm.aftermath import is_aftermath
 from gradsync.comm.ledger import Place
 from gradsync.comm.other_wait import STRICT_ANSWER_LIMITS, give_up
 from gradsync.comm.watch import Watch
 from gradsync.comm.watches import watch_of_world
-from gradsync.errors import GradsyncError, RankFailedError, StalledError
+from gradsync.errors import GradsyncError
 
 T = TypeVar("T")
 
@@ -85,7 +84,7 @@ class Waits:
             explained = self.explain(error)
             if explained is error:
                 raise
-            raise explained from error
+            raise explained from None if explained.args == error.args else error
         finally:
             watch.waiting = None
             watch.bucket = None
@@ -115,9 +114,7 @@ class Waits:
 
     def explain(self, error: BaseException) -> BaseException:
         """Return the error of the rank that is behind this one, if there is such a rank."""
-        if self._watch is None or isinstance(error, RankFailedError | StalledError) or not is_aftermath(error):
-            return error
-        return self._watch.explain(error, self.members)
+        return error if self._watch is None else self._watch.behind(error, self.members)
 
     def cause_of(self, error: BaseException) -> BaseException:
         """Return the error of the rank that is behind this one, if it has told it."""

@@ -9,10 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gradsync.comm.aftermath import is_aftermath
 from gradsync.comm.ledger import STARTING, Ledger, can_hold_ledger
 from gradsync.comm.watch import Watch, default_group
-from gradsync.errors import RankFailedError, StalledError
 
 DEFAULT_SOFT_LIMIT_S = 60.0
 
@@ -44,12 +42,10 @@ def explaining() -> Iterator[None]:
         yield
     except Exception as error:
         watch = watch_of_world()
-        if watch is None or isinstance(error, RankFailedError | StalledError) or not is_aftermath(error):
-            raise
-        explained = watch.explain(error, range(watch.world))
+        explained = error if watch is None else watch.behind(error, range(watch.world))
         if explained is error:
             raise
-        raise explained from error
+        raise explained from None if explained.args == error.args else error
 
 
 _watches: "weakref.WeakKeyDictionary[Any, Watch]" = weakref.WeakKeyDictionary()
