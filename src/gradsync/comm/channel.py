@@ -125,7 +125,8 @@ class Channel:
             case PeerLostError(has_said_goodbye=True):
                 text = (
                     f"{self.name_of(error.ranks)} left the group while {me} was in {what}; all ranks of a "
-                    "group have to issue the same operations before any of them ends or destroys the group"
+                    "group have to issue the same operations before any of them ends or destroys the group: give all "
+                    "ranks the same number of batches, or use join()"
                 )
             case PeerLostError():
                 text = (

@@ -40,6 +40,8 @@ class Correspondent:
         self._loss: Exception | None = None
         """How the store was lost, unless it left with its rank in peace."""
         self._left: set[int] = set()
+        self._destroyed: set[int] = set()
+        """Who has destroyed its group, after an exception perhaps, and may go on with something else."""
         self._unspoken: dict[int, float] = {}
         """The failures heard of and not yet raised by this rank, and when that was."""
         self._ledger = ledger
@@ -139,13 +141,18 @@ class Correspondent:
         silent = [rank for rank in members if rank not in places]
         if not silent:
             return None
-        left = [rank for rank in silent if rank in self._left]
-        how = (
-            "ended before the others were done; give all ranks the same number of batches, or use join()"
-            if left == silent
-            else "does not answer any more: it was killed or has crashed; the cause is in its output"
-        )
+        how = self._how_lost(set(silent))
         return RankFailedError(f"rank {self.rank}: lost in {self.spot()}: {name_of(silent)} {how} ({error})")
+
+    def _how_lost(self, ranks: set[int]) -> str:
+        if ranks <= self._left:
+            return "ended before the others were done; give all ranks the same number of batches, or use join()"
+        if ranks <= self._left | self._destroyed:
+            return (
+                "destroyed the process group before the others were done: if it has failed, the cause is in its "
+                "output; else give all ranks the same number of batches, or use join()"
+            )
+        return "does not answer any more: it was killed or has crashed; the cause is in its output"
 
     def _lost_with_the_store(self, error: BaseException) -> GradsyncError | None:
         if self.rank == 0 or is_served_by_launcher():
@@ -167,6 +174,8 @@ class Correspondent:
             if event.text:
                 self._ledger.note(number)
                 self.is_deaf = True
+        elif event.kind == "destroyed":
+            self._destroyed.add(event.rank)
         elif event.kind == "inquiry" and concerns_me:
             self._ledger.answer(number, self.where())
         elif event.kind == "verdict" and concerns_me and self.error is None:

@@ -59,7 +59,8 @@ class Event:
     """Something that all ranks are to know."""
 
     kind: str
-    """``failure`` (an exception ended the rank), ``left`` (it ended in peace), ``inquiry`` or ``verdict``."""
+    """``failure`` (an exception ended the rank), ``left`` (it ended in peace), ``destroyed`` (its group),
+    ``inquiry`` or ``verdict``."""
     rank: int
     text: str = ""
     spot: str = ""

@@ -32,7 +32,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -167,15 +167,16 @@ class Watch(Correspondent):
     # -- on the thread
 
     def _run(self) -> None:
-        while not self._is_over.wait(HURRY_S if self._hurries else self._interval_s()):
-            if self._is_group_gone():
-                return
+        while not self._is_over.wait(HURRY_S if self._hurries else self._interval_s()) and not self._is_group_gone():
             try:
                 self._look()
             except Exception as loss:  # noqa: BLE001 - the store is gone; the ranks go on without
                 self._loss, self.is_deaf = loss, True
             if self.is_deaf:
                 return
+        if self._is_group_gone():
+            with suppress(Exception):  # the store may be gone, and with it all who could hear of it
+                self._ledger.post(Event("destroyed", self.rank))
 
     def _is_group_gone(self) -> bool:
         """Whether the user has destroyed the group that this is the watch of."""

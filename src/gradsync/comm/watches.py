@@ -49,6 +49,8 @@ def explaining() -> Iterator[None]:
 
 
 _watches: "weakref.WeakKeyDictionary[Any, Watch]" = weakref.WeakKeyDictionary()
+_begun: "weakref.WeakSet[Watch]" = weakref.WeakSet()
+"""All whose threads may run, also those of groups that are gone."""
 _starting: Watch | None = None
 """The watch over ranks whose default group is being made, or could not be made."""
 _soft_limit_s = DEFAULT_SOFT_LIMIT_S
@@ -96,6 +98,7 @@ def watch_of_world() -> Watch | None:
 
 
 def _begin(watch: Watch) -> None:
+    _begun.add(watch)
     watch.start()
     atexit.unregister(_stop_all_at_exit)
     atexit.register(_stop_all_at_exit)
@@ -104,19 +107,16 @@ def _begin(watch: Watch) -> None:
 def _forget_in_child() -> None:
     """A forked child has neither the threads nor the say of its parent."""
     global _starting
-    for watch in _all():
+    for watch in list(_begun):
         watch.stop()
+    _begun.clear()
     _watches.clear()
     _starting = None
 
 
-def _all() -> list[Watch]:
-    return [*_watches.values(), *([] if _starting is None else [_starting])]
-
-
 def stop_all(patience_s: float) -> bool:
     """End every watch of this process, before the interpreter shuts down; returns whether all have ended."""
-    return all([watch.stop(patience_s) for watch in _all()])
+    return all([watch.stop(patience_s) for watch in list(_begun)])
 
 
 def _stop_all_at_exit() -> None:
