@@ -288,6 +288,34 @@ def test_ranks_that_do_not_issue_the_same_operation_are_told(ranks: RankPool, pa
     ranks(disagree, *pair)
 
 
+def other_sizes(rank: int, world: int, left: int, right: int) -> None:
+    sizes = (left, right)
+    row = torch.ones(sizes[rank])
+    calls: list[Callable[[Any], Any]] = [
+        lambda group: group.allreduce([row]),
+        lambda group: group.reduce([row], root=0),
+        lambda group: group.allgather([[row, row.clone()]], [row]),
+        lambda group: group.reduce_scatter([row], [[row.clone(), row.clone()]]),
+    ]
+    for call in calls:
+        with shm_group() as group, pytest.raises(BackendError) as raised:
+            call(group).wait()
+            group.barrier().wait()  # who only sends learns of it here
+        told = str(raised.value)
+        names = [f"{size} element{'' if size == 1 else 's'} on rank {number}" for number, size in enumerate(sizes)]
+        in_bytes = re.search(r"rank (.) sends (\d+) bytes to rank (.) .* expects (\d+)", told)
+        if in_bytes:  # both in pieces
+            sender, sent, receiver, expected = map(int, in_bytes.groups())
+            assert (sent, expected) == (4 * sizes[sender], 4 * sizes[receiver]), told
+        else:
+            assert all(name in told for name in names), told
+
+
+@pytest.mark.parametrize("sizes", [(3, 1), (4, LARGE), (LARGE, LARGE + 1)])
+def test_ranks_whose_tensors_differ_in_size_are_told_the_sizes(ranks: RankPool, sizes: tuple[int, int]) -> None:
+    ranks(other_sizes, *sizes)
+
+
 def wrong_size_of_message(rank: int, world: int) -> None:
     with shm_group() as group, pytest.raises(BackendError, match="they must have the same size|its reason"):
         if rank == 0:

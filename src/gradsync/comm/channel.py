@@ -34,6 +34,7 @@ from gradsync.comm.wire import (
     WaitTimeoutError,
     Wire,
     WireClosedError,
+    announced_bytes,
 )
 from gradsync.errors import BackendError, GradsyncError
 
@@ -216,6 +217,13 @@ def describe(signature: int) -> str:
     return " ".join(words)
 
 
+def in_elements(num_bytes: int, signature: int) -> str:
+    """A size in elements of the operation's dtype."""
+    dtype = next((dtype for dtype, code in DTYPE_CODES.items() if code == signature >> 32 & 0xFF), torch.uint8)
+    number = num_bytes // dtype.itemsize
+    return f"{number} element{'' if number == 1 else 's'}"
+
+
 class Collective:
     """What all operations share: a place in the order, a deadline, and the check of what peers say."""
 
@@ -272,23 +280,32 @@ class Collective:
         """
         kind, sequence, signature, first, second = HEADER.unpack_from(packet)
         if sequence != self.sequence or signature != self.signature or kind not in kinds:
-            self.complain(peer, signature)
+            self.complain(peer, packet)
         return Kind(kind), first, second
 
     def payload(self, peer: int, packet: bytes, header: bytes, num_bytes: int) -> Bytes:
         """What a packet carries, which must have this header and size."""
         if len(packet) != HEADER.size + num_bytes or not packet.startswith(header):
-            self.complain(peer, HEADER.unpack_from(packet)[2])
+            self.complain(peer, packet)
         return np.frombuffer(packet, dtype=np.uint8, offset=HEADER.size) if num_bytes else NO_BYTES
 
-    def complain(self, peer: int, signature: int) -> None:
+    def num_bytes_with(self, peer: int) -> int:
+        """How many bytes this rank takes from a peer, or gives it if it takes none."""
+        raise NotImplementedError
+
+    def complain(self, peer: int, packet: bytes) -> None:
         """Raise what is wrong with a packet that does not belong to this operation."""
+        me, other = self.channel.name_of([self.channel.rank]), self.channel.name_of([peer])
+        signature = HEADER.unpack_from(packet)[2]
         mine, theirs = describe(self.signature), describe(signature)
         what = f"{mine} against {theirs}"
         if mine == theirs:
             what = f"{mine}, but with tensors of different sizes"
+            num_bytes = announced_bytes(packet)
+            if num_bytes is not None:
+                own, others = in_elements(self.num_bytes_with(peer), signature), in_elements(num_bytes, signature)
+                what += f", {own} on {me} and {others} on {other}"
         raise BackendError(
-            f"the ranks do not issue the same operation: {self.channel.name_of([self.channel.rank])} and "
-            f"{self.channel.name_of([peer])} are in {what} (number {self.sequence} of the group); every rank "
-            "has to issue the same operations with the same shapes and dtypes in the same order"
+            f"the ranks do not issue the same operation: {me} and {other} are in {what} (number {self.sequence} of the "
+            "group); every rank has to issue the same operations with the same shapes and dtypes in the same order"
         )

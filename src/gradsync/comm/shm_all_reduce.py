@@ -29,6 +29,10 @@ class EagerAllReduce(Collective):
         self._header = self.header(Kind.EAGER)
         self._num_sent = 0
 
+    def num_bytes_with(self, peer: int) -> int:
+        """See ``Collective``."""
+        return self._data.size
+
     def begin(self) -> bool:
         """Send what can be sent."""
         for peer in self.wire.peers[self._num_sent :]:
@@ -59,6 +63,10 @@ class LargeAllReduce(Collective):
         super().__init__(channel, label, sequence, timeout_s)
         self._data = data
         self._kernel = kernel
+
+    def num_bytes_with(self, peer: int) -> int:
+        """See ``Collective``."""
+        return self._data.size
 
     def run(self) -> None:
         """Do the work."""
@@ -96,7 +104,7 @@ class LargeAllReduce(Collective):
         for peer, packet in zip(peers, self.wire.collect(peers, self.deadline), strict=True):
             _, offsets[peer], second = self.read(peer, packet, Kind.STEP)
             if second >> 1 != self._data.size:
-                self.complain(peer, self.signature)
+                self.complain(peer, packet)
             all_placed = all_placed and bool(second & 1)
         return offsets, all_placed
 

@@ -12,7 +12,6 @@ expects another amount says so at once, while the sender is still there to hear 
 the memory of this rank any more for it. Nothing is remembered from one operation to the next.
 """
 
-import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,14 +20,13 @@ import numpy as np
 
 from gradsync.comm.channel import Channel, Collective, Label
 from gradsync.comm.combine import Bytes, Kernel, reduce_parts
-from gradsync.comm.wire import HEADER, Kind
+from gradsync.comm.wire import HEADER, TOTAL, Kind
 from gradsync.errors import BackendError
 
 STAGE_BYTES = 8 * 1024 * 1024  # for all staged pieces of an operation
 _PIECES_AHEAD = 4  # of each publication
 _LEAST_PIECE_BYTES = 128 * 1024
 _ALIGNMENT = 64  # pieces start at cache lines
-_TOTAL = struct.Struct("<Q")  # what the first piece carries: how many bytes there are in all
 
 
 @dataclass
@@ -49,10 +47,10 @@ class Exchange:
     reduced: "Reduced | None" = None
     after: Callable[[], None] | None = None
 
-    def largest_bytes(self) -> int:
-        """The most that passes between any two ranks, as far as this rank knows."""
-        sent = [publication.data.size for publication in self.publications]
-        return max([*sent, *self.expected_bytes.values()], default=0)
+    def num_bytes_with(self, peer: int) -> int:
+        """How much this rank takes from a peer, or gives it if it takes nothing."""
+        given = [publication.data.size for publication in self.publications if peer in publication.readers]
+        return self.expected_bytes.get(peer, sum(given))
 
 
 @dataclass
@@ -80,6 +78,10 @@ class EagerExchange(Collective):
             (peer, publication.data) for publication in exchange.publications for peer in publication.readers
         ]
         self._header = self.header(Kind.EAGER)
+
+    def num_bytes_with(self, peer: int) -> int:
+        """See ``Collective``."""
+        return self._exchange.num_bytes_with(peer)
 
     def begin(self) -> bool:
         """Send what can be sent."""
@@ -152,7 +154,7 @@ class _Outflow:
 
     def _announce(self, offset: int, length: int) -> None:
         operation, readers = self._operation, self._publication.readers
-        total = b"" if self._num_pieces else _TOTAL.pack(self._publication.data.size)
+        total = b"" if self._num_pieces else TOTAL.pack(self._publication.data.size)
         header = operation.header(Kind.PIECE, offset, length)
         for peer in readers:
             operation.wire.send(peer, header, total, operation.deadline)
@@ -210,6 +212,10 @@ class StreamExchange(Collective):
         self._exchange = exchange
         self._position = 0  # bytes that are reduced
 
+    def num_bytes_with(self, peer: int) -> int:
+        """See ``Collective``."""
+        return self._exchange.num_bytes_with(peer)
+
     def run(self) -> None:
         """Do the work."""
         exchange = self._exchange
@@ -262,7 +268,7 @@ class StreamExchange(Collective):
         inflow = self._inflows[peer]
         if inflow.has_begun:
             return
-        (total,) = _TOTAL.unpack_from(packet, HEADER.size)
+        (total,) = TOTAL.unpack_from(packet, HEADER.size)
         if total != inflow.missing:
             who, me = self.channel.name_of([peer]), self.channel.name_of([self.channel.rank])
             raise BackendError(

@@ -27,6 +27,7 @@ from time import monotonic
 from typing import Any
 
 HEADER = struct.Struct("<BxxxIQQQ")  # kind, sequence number, signature, first and second value
+TOTAL = struct.Struct("<Q")  # what the first piece carries: how many bytes there are in all
 EAGER_BYTES = 32 * 1024  # the most that a packet carries itself
 _PACKET_BYTES = HEADER.size + EAGER_BYTES
 _BUFFER_BYTES = 1024 * 1024
@@ -39,10 +40,22 @@ class Kind(IntEnum):
     EAGER = 1  # here is my whole contribution
     PIECE = 2  # at this offset of my segment lie so many bytes for you
     TAKEN = 3  # I have read the oldest piece that you announced
-    STEP = 4  # my part of this step is done; my next piece lies at this offset
+    STEP = 4  # my part of this step is done; my next piece lies at this offset; twice the size, and whether in place
     OFFER = 5  # a message of so many bytes for you begins; its pieces follow
     ABORT = 6  # I have given up, for the reason in the payload
     GOODBYE = 7  # I am leaving the group and have nothing more to say
+
+
+def announced_bytes(packet: bytes) -> int | None:
+    """Return how many bytes the sender of an operation's first packet has in all; None if the packet does not say."""
+    kind, *_, second = HEADER.unpack_from(packet)
+    if kind == Kind.EAGER:
+        return len(packet) - HEADER.size
+    if kind == Kind.STEP:
+        return int(second) >> 1
+    if kind == Kind.PIECE and len(packet) == HEADER.size + TOTAL.size:
+        return int(TOTAL.unpack_from(packet, HEADER.size)[0])
+    return None
 
 
 class PeerLostError(Exception):
