@@ -12,6 +12,9 @@ import pytest
 import torch
 from commands import TIMEOUT_S, environment, running
 
+from gradsync.bench.rounds import Contestant, Timing
+from gradsync.bench.variants import Variant
+from gradsync.cli.bench_tables import Result, print_table
 from gradsync.cli.main import main
 from gradsync.comm import shm
 
@@ -66,6 +69,17 @@ def test_each_contestant_in_processes_of_its_own(tmp_path, run_here):
     assert result["exposed_s"]["gradsync/shm"] >= 0
     assert set(result["peak_bytes"]) == {"bare", "gradsync/shm"}
     assert min(result["peak_bytes"].values()) > 2**20
+
+
+def test_the_ratio_of_steps_is_said_to_be_that_of_the_rounds(capsys):
+    torchs = Timing(Contestant(Variant.TORCH, "gloo"), [1.0, 2.0, 4.0])
+    ours = Timing(Contestant(Variant.GRADSYNC, "gloo"), [0.5, 2.0, 3.0])  # the medians are equal
+    bare = Timing(Contestant(Variant.BARE), [0.1, 0.1, 0.1])
+    print_table(Result("toy", 2, [bare, torchs, ours], {}))
+    told = capsys.readouterr().out
+    assert "0.750" in told and "the median of the rounds' ratios, and not the ratio of the two medians" in told
+    print_table(Result("toy", 2, [bare, ours], {}))
+    assert "ratio" not in capsys.readouterr().out
 
 
 @pytest.mark.slow

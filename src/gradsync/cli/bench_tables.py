@@ -53,6 +53,8 @@ def print_table(result: Result) -> None:
             row.append(f"{result.peak_bytes[timing.contestant.name] / 2**20:,.0f} MiB")
         table.add_row(*row)
     Console(width=None if sys.stdout.isatty() else 110).print(table)
+    if baseline is not None:
+        print(f"step / {_BASELINE} is the median of the rounds' ratios, and not the ratio of the two medians")
 
 
 def _ratio(timing: "Timing", baseline: "Timing | None") -> str:
