@@ -26,7 +26,7 @@ from gradsync.errors import ConfigError
 from gradsync.observe.terminal import lasting
 from gradsync.train.batch import choose_num_processes
 from gradsync.train.config import TrainConfig, inherited, resolve
-from gradsync.train.outline import check_options
+from gradsync.train.outline import check_files, check_options
 from gradsync.train.runfolder import RunFolder, check_usable, new_run_path, newest_run_path, read_config
 
 _DESCRIPTION = "Train a GPT on text. Without options: a small one on the sources of Python's standard library."
@@ -122,6 +122,7 @@ def _start_ranks(config: TrainConfig, nproc: int) -> int:
 
 def _checked(config: TrainConfig, place: Placement | None) -> tuple[TrainConfig, int, str]:
     """Check all that can be before anything is started; returns what is to be, on how many processes and on what."""
+    check_files(config)  # before the folder: who has mistyped a path would be sent to another folder, or to --resume
     config = replace(config, run=config.run or new_run_path(config.preset))
     check_usable(config)
     world = place.world_size if place is not None else config.nproc or _choose_nproc(config)

@@ -29,6 +29,30 @@ class Outline:
     shape: GPT2Config
 
 
+def check_files(config: TrainConfig) -> None:
+    """Check that what the options name is there.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    check_texts(config.data, config.hellaswag)
+    source = config.init_from
+    if source is not None and not config.resume and not Path(source).exists():  # a resumed run can do without
+        raise ConfigError(f"--init-from {source} does not exist; give a run folder or a Hugging Face folder")
+
+
+def check_texts(data: str | None, hellaswag: str | None) -> None:
+    """Check that the texts that ``--data`` and ``--hellaswag`` name are there.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    if data not in (None, STDLIB) and not Path(data).exists():
+        raise ConfigError(f"--data {data} does not exist; give a text file, a folder, or '{STDLIB}'")
+    if hellaswag is not None and not Path(hellaswag).is_file():
+        raise ConfigError(f"--hellaswag {hellaswag}: there is no such file")
+
+
 def check_options(config: TrainConfig, world: int, device_type: str) -> Outline:
     """Check all that one process can by itself, before anything is started; the run folder apart.
 
@@ -36,7 +60,7 @@ def check_options(config: TrainConfig, world: int, device_type: str) -> Outline:
         ConfigError: an option cannot work, or not with the others or with so many processes.
         GradsyncError: a file that an option names is damaged, or a package is missing.
     """
-    _check_files(config)
+    check_files(config)
     return outline(config, world, device_type, shape_of(config, tokenizer_of(config.data, config.tokenizer)))
 
 
@@ -108,13 +132,6 @@ def in_words(degrees: Degrees, cuts_sequences: bool) -> str:
     """Return what a run is divided into, for the user."""
     of = "tensors and sequences" if cuts_sequences else "tensors"
     return f"{degrees.data} replica(s) x {degrees.tensor} slice(s) of {of} x {degrees.pipeline} stage(s)"
-
-
-def _check_files(config: TrainConfig) -> None:
-    if config.data != STDLIB and not Path(config.data).exists():
-        raise ConfigError(f"--data {config.data} does not exist; give a text file, a folder, or '{STDLIB}'")
-    if config.hellaswag is not None and not Path(config.hellaswag).is_file():
-        raise ConfigError(f"--hellaswag {config.hellaswag}: there is no such file")
 
 
 def _alternatives(found: str, world: int) -> str:
