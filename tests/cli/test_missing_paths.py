@@ -1,6 +1,10 @@
 """A path that the user names and that does not exist is wrong usage, whatever the command: one line, exit code 2."""
 
+import subprocess
+import sys
+
 import pytest
+from commands import TIMEOUT_S, environment
 
 from gradsync.cli.main import main
 from training_jobs import options_for, train, write_text
@@ -62,3 +66,42 @@ def test_it_is_named_in_one_line_with_exit_code_2(line, folder, monkeypatch, cap
     assert "nowhere" in error or "nothing" in error or "text.txt" in error
     assert all(note.startswith("from ") for note in notes)
     assert sorted(folder.rglob("*")) == before, "nothing is made"
+
+
+_WITHOUT_TORCH = """
+import sys
+from gradsync.cli.main import main
+for line in sys.argv[1:]:
+    assert main(line.split()) == 2, line
+    assert "torch" not in sys.modules, line
+"""
+
+
+def test_it_is_refused_before_torch_is_imported(folder):
+    lines = [
+        "sample nowhere",
+        "eval nowhere",
+        "eval run --data nowhere",
+        "eval run --hellaswag nowhere.jsonl",
+        "export nowhere --out out",
+        "report nowhere",
+        "explain --model nowhere:model",
+        "explain --out nowhere/page.html",
+        "prove --model nowhere:model",
+        "bench --model nowhere:model",
+        "bench --json nowhere/samples.json",
+        "train --data nowhere",
+        "train --data text.txt --init-from nowhere",
+        "prepare nowhere --out out",
+        "doctor --json nowhere/findings.json",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_TORCH, *lines],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stderr.splitlines()) == len(lines), done.stderr

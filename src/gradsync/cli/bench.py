@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradsync.cli.bench_tables import Result, milliseconds, print_collectives, print_table
 from gradsync.cli.local_ranks import run_ranks
-from gradsync.cli.options import Parser, check_can_be_written, new_parser
+from gradsync.cli.options import Parser, check_can_be_written, check_model, new_parser
 from gradsync.comm.launchers import adopt
 from gradsync.errors import ConfigError
 
@@ -65,6 +65,8 @@ def _main(arguments: Sequence[str]) -> int:
         "compete for memory; always done for gpt-small and gpt2",
     )
     given = _given(parser, arguments)
+    if given.model is not None:
+        check_model(given.model)
     if given.isolate and adopt(os.environ) is not None:
         raise ConfigError("--isolate starts processes anew in each round; under a launcher these are the launcher's")
     results = []

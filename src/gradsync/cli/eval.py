@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from gradsync.cli.options import new_parser
 from gradsync.errors import ConfigError, DataError
 from gradsync.observe.terminal import say
+from gradsync.train.outline import check_texts
+from gradsync.train.runfolder import check_trained
 
 if TYPE_CHECKING:
     from gradsync.data.source import TokenSource
@@ -37,6 +39,9 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(list(arguments))
     if options.batch < 1 or (options.max_tokens is not None and options.max_tokens < 1):
         raise ConfigError("--batch and --max-tokens must be at least 1")
+    # While that costs nothing: torch takes seconds to import.
+    check_trained(Path(options.run))
+    check_texts(options.data, options.hellaswag)
 
     from gradsync.train.trained import load_trained
 

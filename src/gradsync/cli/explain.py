@@ -8,7 +8,7 @@ from typing import Any
 
 from gradsync import __version__
 from gradsync.cli.local_ranks import run_ranks
-from gradsync.cli.options import check_can_be_written, new_parser
+from gradsync.cli.options import check_can_be_written, check_model, new_parser
 from gradsync.comm.launchers import adopt
 from gradsync.errors import ConfigError
 from gradsync.observe.explain_page import LANGUAGES, render_explanation
@@ -60,6 +60,8 @@ def _check(options: Any) -> None:
         raise ConfigError(f"--steps is {options.steps}; the engine learns in the first two, so take at least 3")
     if options.model not in _NAMES and ":" not in options.model:
         raise ConfigError(f"--model is {options.model!r}; expected toy, gpt or MODULE:FUNCTION")
+    if options.model not in _NAMES:
+        check_model(options.model)
     check_can_be_written("--out", options.out)
 
 

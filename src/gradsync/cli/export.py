@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from gradsync.cli.options import new_parser
 from gradsync.errors import ConfigError
 from gradsync.observe.terminal import say
+from gradsync.train.runfolder import check_trained
 
 if TYPE_CHECKING:
     from gradsync.train.trained import Trained
@@ -30,6 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     out = Path(options.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out} exists and is not an empty folder; give another one")
+    check_trained(Path(options.run))  # while that costs nothing: torch takes seconds to import
 
     from gradsync.model.huggingface import export_gpt2
     from gradsync.train.trained import load_trained

@@ -4,6 +4,8 @@ Builds the options of ``gradsync train`` from the fields of ``TrainConfig``. Imp
 """
 
 import difflib
+import importlib.util
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -92,6 +94,19 @@ def check_can_be_written(option: str, path: str | None) -> None:
         raise ConfigError(f"{option} {path} cannot be written: there is no such folder")
     if Path(path).is_dir():
         raise ConfigError(f"{option} {path} cannot be written: it is a folder; name a file")
+
+
+def check_model(path: str) -> None:
+    """Check that the module of MODULE:FUNCTION can be found, before torch is imported for it.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    top = path.partition(":")[0].partition(".")[0]
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    if top and top not in sys.modules and importlib.util.find_spec(top) is None:
+        raise ConfigError(f"--model {path}: No module named {top!r}; give MODULE:FUNCTION, importable from this folder")
 
 
 def add_config_options(parser: Parser) -> None:

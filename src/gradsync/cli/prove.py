@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gradsync.cli.main import EXIT_FAILED
-from gradsync.cli.options import new_parser
+from gradsync.cli.options import check_model, new_parser
 from gradsync.comm.launchers import adopt
 from gradsync.errors import ConfigError, GradsyncError
 from gradsync.observe.terminal import say
@@ -46,6 +46,8 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(list(arguments))
     if options.nproc < 1 or options.steps < 1:
         raise ConfigError("--nproc and --steps must be at least 1")
+    if options.model is not None:
+        check_model(options.model)
     place = adopt(os.environ)
     device_type = _device_type(options.device, options.nproc if place is None else place.local_world_size)
     subject = _checked_subject(options, None if place is None else place.world_size)
@@ -98,7 +100,6 @@ def _checked_subject(options: Any, world: int | None) -> "Subject":
     sequences = SEQUENCES if world is None else sequences_for(world)
     if options.model is None:
         return GPTSubject(sequences)
-    sys.path.insert(0, os.getcwd())
     return UserSubject(options.model, sequences)
 
 

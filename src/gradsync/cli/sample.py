@@ -9,6 +9,7 @@ from gradsync.cli.options import new_parser
 from gradsync.errors import ConfigError
 from gradsync.observe.terminal import fit_for, say
 from gradsync.train.config import MAX_SEED
+from gradsync.train.runfolder import check_trained
 
 _DESCRIPTION = "Print text that a trained run goes on with."
 
@@ -29,6 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(list(arguments))
     prompts = list(_prompts(options.prompt, options.prompt_file))
     _check(options)
+    check_trained(Path(options.run))  # while that costs nothing: torch takes seconds to import
 
     from gradsync.train.sample import SampleOptions, stream_text
     from gradsync.train.trained import load_trained

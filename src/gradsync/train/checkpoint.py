@@ -23,13 +23,13 @@ from torch import Tensor
 from gradsync.errors import CheckpointError
 from gradsync.parallel.pieces import Pieces
 from gradsync.train.ranks import Ranks, together
+from gradsync.train.runfolder import MANIFEST_NAME
 from gradsync.train.storage import load_tensors, save_tensors, tensor_shapes
 
 T = TypeVar("T")
 
 FORMAT = "gradsync-checkpoint"
 VERSION = 1
-MANIFEST_NAME = "manifest.json"
 
 _PREFIX = "step-"
 _UNFINISHED = ".unfinished-"

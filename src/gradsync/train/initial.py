@@ -8,10 +8,10 @@ import torch
 from gradsync.data.tokenizer import Tokenizer
 from gradsync.errors import CheckpointError, ConfigError
 from gradsync.model.gpt2 import GPT2, GPT2Config
-from gradsync.train.checkpoint import MANIFEST_NAME, list_checkpoints, open_checkpoint
+from gradsync.train.checkpoint import list_checkpoints, open_checkpoint
 from gradsync.train.config import TrainConfig, flag
 from gradsync.train.outline import shape_of
-from gradsync.train.runfolder import RunFolder
+from gradsync.train.runfolder import MANIFEST_NAME, RunFolder
 from gradsync.train.trained import load_trained, shape_of_checkpoint
 
 

@@ -23,6 +23,8 @@ from gradsync.train.folderlock import FolderLock
 
 T = TypeVar("T")
 
+MANIFEST_NAME = "manifest.json"  # of a checkpoint
+
 _RUNS = Path("runs")
 
 
@@ -121,6 +123,17 @@ def check_usable(config: TrainConfig) -> None:
         raise ConfigError(
             f"run folder {path} is not empty; continue the run in it with --resume, or give another folder with --run"
         )
+
+
+def check_trained(path: Path) -> None:
+    """Check that a path is a run folder or one checkpoint.
+
+    Raises:
+        ConfigError: it is neither.
+        CheckpointError: the run folder's options cannot be read, or are damaged.
+    """
+    if not (path / MANIFEST_NAME).is_file():
+        read_config(path)
 
 
 def read_config(path: Path) -> dict[str, Any]:

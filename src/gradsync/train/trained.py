@@ -13,14 +13,13 @@ from gradsync.data.tokenizer import NAMED_TOKENIZERS, Tokenizer, load_tokenizer
 from gradsync.errors import CheckpointError, ConfigError
 from gradsync.model.gpt2 import GPT2, GPT2Config
 from gradsync.train.checkpoint import (
-    MANIFEST_NAME,
     Checkpoint,
     best_of,
     list_checkpoints,
     newest_intact,
     open_checkpoint,
 )
-from gradsync.train.runfolder import RunFolder, read_config
+from gradsync.train.runfolder import MANIFEST_NAME, RunFolder, read_config
 from gradsync.train.state import match_names, model_tensors
 
 Which = Literal["newest", "best"]
