@@ -99,7 +99,7 @@ def test_what_is_wrong_is_one_line(capsys, folder, run):
         "cannot be read": ["sample", run, "--prompt-file", str(folder / "nowhere")],
         "the following arguments are required: run": ["eval"],
         "must be at least 1": ["eval", run, "--batch", "0"],
-        "no such file": ["eval", run, "--data", str(folder / "nowhere")],
+        "does not exist": ["eval", run, "--data", str(folder / "nowhere")],
     }
     for message, arguments in cases.items():
         error = failure(capsys, *arguments).splitlines()

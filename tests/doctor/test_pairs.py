@@ -4,12 +4,15 @@ import os
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
+from gradsync.doctor import pairs
 from gradsync.doctor.pairs import Card, Prober, Way, pairs_to_measure
-from gradsync.doctor.ranks import judge_ways, told_ways
+from gradsync.doctor.ranks import _exchange, judge_ways, told_ways
+from gradsync.errors import BackendError
 from listening import addresses, own_addresses
 
 
@@ -34,6 +37,25 @@ def test_every_pair_is_measured_and_every_rank_learns_it() -> None:
         assert way.latency_s > 0 and way.there_bytes_per_s > 0 and way.back_bytes_per_s > 0
         assert abs(way.clock_offset_s) < 1.0
     assert len(told_ways(cards, ways)) == 4
+
+
+def test_the_ranks_that_stop_coming_are_named() -> None:
+    store, limit = dist.HashStore(), timedelta(seconds=0.1)
+    with pytest.raises(BackendError, match="nothing was heard of rank 1, 2 within 0.1 s"):
+        _exchange(store, "host", 0, 3, [], limit)
+    prober = Prober(store, 0, 3, "127.0.0.1", 0.1)
+    with pytest.raises(BackendError, match="nothing was heard of rank 1, 2"):
+        prober.meet()
+    prober.close()
+
+
+def test_the_rank_that_does_not_measure_its_way_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs, "_SENDING_S", 0.0)
+    prober = Prober(dist.HashStore(), 2, 3, "127.0.0.1", 0.05)
+    prober.cards = [Card(rank, f"host-{rank}", "127.0.0.1", 1, "") for rank in range(3)]
+    with pytest.raises(BackendError, match="nothing was heard of rank 0 "):
+        prober.measure()
+    prober.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's tables of sockets")

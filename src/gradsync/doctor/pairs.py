@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
+from gradsync.comm.meeting import wait_for
+
 _PINGS = 50
 _CHUNK_BYTES = 256 * 1024
 _SENDING_S = 0.2
@@ -79,7 +81,7 @@ class Prober:
     def meet(self) -> None:
         """Read the cards of all ranks."""
         keys = [f"card/{rank}" for rank in range(self._world)]
-        self._store.wait(keys, timedelta(seconds=self._timeout_s))
+        wait_for(self._store, keys, timedelta(seconds=self._timeout_s))
         self.cards = [Card(**json.loads(self._store.get(key))) for key in keys]
 
     def measure(self) -> list[Way]:
@@ -87,13 +89,14 @@ class Prober:
         chosen = pairs_to_measure([card.host for card in self.cards])
         ways = []
         for number, (first, second) in enumerate(chosen):
+            key = f"way/{number}/{first}"
             if self._rank == first:
                 way = self._measure_from_here(second)
-                self._store.set(f"way/{number}", json.dumps(asdict(way)))
+                self._store.set(key, json.dumps(asdict(way)))
             elif self._rank == second and self._listener is not None and not self.cards[first].error:
                 self._answer()
-            self._store.wait([f"way/{number}"], timedelta(seconds=6 * self._timeout_s + 10 * _SENDING_S))
-            ways.append(Way(**json.loads(self._store.get(f"way/{number}"))))
+            wait_for(self._store, [key], timedelta(seconds=6 * self._timeout_s + 10 * _SENDING_S))
+            ways.append(Way(**json.loads(self._store.get(key))))
         return ways
 
     def close(self) -> None:

@@ -147,7 +147,7 @@ def _answer_the_roll(store: Any, rank: int, world: int, timeout_s: float) -> Non
 def _exchange(store: Any, key: str, rank: int, world: int, own: list[Finding], limit: timedelta) -> list[list[Finding]]:
     store.set(f"{key}/{rank}", json.dumps([{**asdict(each), "level": each.level.name} for each in own]))
     keys = [f"{key}/{peer}" for peer in range(world)]
-    store.wait(keys, limit)
+    wait_for(store, keys, limit)
     told = [json.loads(store.get(each)) for each in keys]
     return [[Finding(**{**each, "level": Level[each["level"]]}) for each in findings] for findings in told]
 
