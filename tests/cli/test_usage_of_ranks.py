@@ -15,8 +15,8 @@ from listening import free_port
 _TRAIN = ["train", "--data", "text.txt", "--device", "cpu", *SMALL]
 
 
-def _as_ranks(folder, arguments):
-    """Start two ranks as torchrun does, and end the second as torchrun does when the first has ended."""
+def _as_ranks(folder, arguments, ends_others=True):
+    """Start two ranks as torchrun does, and end the second as torchrun does, and srun does not, after the first."""
     (folder / "text.txt").write_text("".join(f"The {n}th line of {n * n} lines.\n" for n in range(400)))
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
@@ -32,7 +32,8 @@ def _as_ranks(folder, arguments):
     ]
     try:
         told = [ranks[0].communicate(timeout=TIMEOUT_S)]
-        ranks[1].send_signal(signal.SIGTERM)
+        if ends_others:
+            ranks[1].send_signal(signal.SIGTERM)
         told.append(ranks[1].communicate(timeout=TIMEOUT_S))
     finally:
         for rank in ranks:
@@ -52,10 +53,12 @@ def test_options_that_cannot_work_are_told_by_the_first_rank(tmp_path, more, mes
 
 
 @pytest.mark.distributed
-def test_what_the_first_rank_finds_when_all_have_met_is_told_once(tmp_path):
+@pytest.mark.parametrize("ends_others", [True, False])
+def test_what_the_first_rank_finds_when_all_have_met_is_told_once(tmp_path, ends_others):
+    """Nor is torch heard on the store that the first rank takes along."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "something").touch()
-    first, second = _as_ranks(tmp_path, [*_TRAIN, "--run", "run"])
+    first, second = _as_ranks(tmp_path, [*_TRAIN, "--run", "run"], ends_others)
     assert [first[0], second[0]] == [2, 2]
     assert [line for line in first[2].splitlines() if "error" in line] == [
         "gradsync train: error: run folder run is not empty; continue the run in it with --resume, or give another "

@@ -23,9 +23,9 @@ from gradsync.cli.cores import num_cores
 from gradsync.cli.failures import describe, failure_of, keep_trace, record
 from gradsync.cli.main import EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USAGE, fail
 from gradsync.cli.speaker import leave_with, let_speak
-from gradsync.comm.last_words import end_now, tell
+from gradsync.comm.last_words import end_now, part, tell
 from gradsync.comm.watches import watch_of_world
-from gradsync.errors import ConfigError, GradsyncError
+from gradsync.errors import ConfigError, GradsyncError, RankFailedError, StalledError
 from gradsync.observe.progress import Silent, View, open_view
 from gradsync.observe.terminal import fit_for, lasting
 from gradsync.train.config import TrainConfig
@@ -71,11 +71,16 @@ def join(config: TrainConfig) -> int:
     def give_up(error: Exception) -> NoReturn:
         failure = failure_of(rank, error)
         keep_trace(config, failure)
+        is_probably_of_all = failure.is_expected and not isinstance(error, RankFailedError | StalledError)
         # What all ranks refuse together is said once; but rank 0 may be just the one that is lost.
         if rank != 0 and failure.is_expected:
+            if is_probably_of_all:
+                part()
             let_speak(failure.exit_code)
         if rank == 0 or failure.exit_code != EXIT_USAGE:
             fail(_PROGRAM, describe(failure, config), failure.exit_code)
+        if rank == 0 and is_probably_of_all:
+            part()
         end_now(failure.exit_code)
 
     try:

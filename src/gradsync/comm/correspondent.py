@@ -75,11 +75,19 @@ class Correspondent:
         if takes_store_along:
             self._poll(_NOTED_S, lambda: self._is_let_go(number))
 
+    def see_off(self) -> None:
+        """Give the others a moment to leave before the store ends with this rank, whose watch has stopped."""
+        self._poll(_NOTED_S, lambda: not self._others_here())
+
     def _is_let_go(self, number: int) -> bool:
         """Whether all others have ended themselves or know that this rank has, whose watch has stopped."""
-        self._read()
-        here = [rank for rank in range(self.world) if rank != self.rank and rank not in self._left]
+        here = self._others_here()
         return not here or self._ledger.have_noted(number, here)
+
+    def _others_here(self) -> list[int]:
+        """The other ranks that have not left."""
+        self._read()
+        return [rank for rank in range(self.world) if rank != self.rank and rank not in self._left]
 
     def raised(self) -> GradsyncError:
         """Return the error for raising it: a new object, since it may be raised many times and on several threads."""

@@ -65,6 +65,19 @@ def tell(error: BaseException) -> str:
     return told[0]
 
 
+def part() -> None:
+    """Leave the others, after ``tell``, where they have probably failed of the same: whoever serves the store ends last.
+
+    Torch complains at length, for each rank that still looks into it, of a store that is gone.
+    """
+    watch = watch_of_world()
+    if watch is None:
+        return
+    _bounded(watch.acknowledge)
+    watch.stop(_STOPPING_S)
+    _bounded(watch.see_off if _takes_store_along else lambda: watch.leave(takes_store_along=False))
+
+
 def end_soon() -> None:
     """End the process without ceremony if it is still there in a while: a lost process group may hang at shutdown."""
     with contextlib.suppress(Exception):  # no standard error, say
