@@ -1,5 +1,7 @@
 """``gradsync prove`` as a user runs it: the table, the exit code, and rows that go on after one has failed."""
 
+from itertools import groupby
+
 import pytest
 from commands import gradsync
 
@@ -15,6 +17,17 @@ from torch import nn
 
 def mean():
     return nn.Linear(4, 2), torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+
+
+def watched():
+    # each rank writes down over what it computes
+    def loss(module, batch):
+        if torch.distributed.is_initialized():
+            with open(f"rank-{torch.distributed.get_rank()}.txt", "a") as file:
+                print(torch.distributed.get_backend(), file=file)
+        return module(batch).square().mean()
+
+    return (*mean(), loss)
 
 
 def hopeless():
@@ -49,6 +62,18 @@ def test_a_users_model_passes_and_what_needs_more_processes_is_said(folder, run_
     assert "7 of 7 rows passed" in done.stdout
     assert "left out: DDP on 4 (needs 4 processes; --nproc is 2)" in done.stdout
     assert "tensor parallel" not in done.stdout
+
+
+@pytest.mark.slow
+def test_each_backend_carries_the_rows_that_have_its_name(folder, run_here):
+    first, *others = backends = prove._backends("cpu")
+    done = run_here("prove", "--model", "own:watched", "--nproc", "2", "--steps", "1", "--device", "cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"own:watched, 1 step over {first}: " in done.stdout
+    assert [name for name in others if f"DDP on 2, {name}" not in done.stdout] == []
+    for rank in range(2):
+        used = (folder / f"rank-{rank}.txt").read_text().split()
+        assert [name for name, _ in groupby(used)] == backends
 
 
 @pytest.mark.slow

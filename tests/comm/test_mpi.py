@@ -159,6 +159,29 @@ def test_train_takes_its_ranks_from_mpiexec(tmp_path: Path) -> None:
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
 
 
+@needs_mpi
+@pytest.mark.slow
+def test_what_all_ranks_fail_of_is_told_once_and_the_store_stays_until_all_have_left(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("".join(f"The {n}th line of {n * n} lines.\n" for n in range(400)))
+    small = ["--context", "16", "--batch-tokens", "128", "--width", "16", "--heads", "2", "--layers", "1"]
+    wrong = ["--lr", "1e30", "--clip", "0", "--data", str(tmp_path / "text.txt"), "--run", str(tmp_path / "run")]
+    result = mpiexec(2, "-m", "gradsync", "train", *small, *wrong)
+    assert result.returncode == 1
+    assert result.stderr.count("gradsync train: error: step 2: the loss is not finite") == 1
+    assert "Exception raised" not in result.stderr  # torch's, on a store that is gone
+
+
+@needs_mpi
+@pytest.mark.slow
+def test_prove_and_doctor_try_what_a_run_under_mpiexec_would_take() -> None:
+    proof = mpiexec(2, "-m", "gradsync", "prove", "--steps", "1")
+    assert proof.returncode == 0, f"{proof.stdout}\n{proof.stderr}"
+    assert proof.stdout.count("a small GPT-2, 1 step over mpi4py") == 1
+    assert proof.stdout.count("10 of 10 rows passed") == 1
+    doctor = mpiexec(2, "-m", "gradsync", "doctor")
+    assert "mpi4py works over 2 rank(s)" in doctor.stdout, f"{doctor.stdout}\n{doctor.stderr}"
+
+
 def test_without_mpi4py_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpi, "is_available", lambda: "mpi4py is not installed: pip install 'gradsync[mpi]'")
     if dist.is_mpi_available():

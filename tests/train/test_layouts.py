@@ -180,6 +180,13 @@ def test_without_tensor_parallel_there_is_no_sequence_to_cut(tmp_path):
     assert any(note.startswith("warning: --sequence-parallel divides what the ranks of --tp") for note in view.notes)
 
 
+def test_processes_that_a_launcher_has_not_started_are_told_of(tmp_path):
+    write_text(tmp_path)
+    view = Notebook()
+    train(options_for(tmp_path, steps=1, nproc=3, **SHAPE), view=view)
+    assert "warning: --nproc 3 has no effect: a launcher has started 1 process(es)" in view.notes
+
+
 def test_slices_of_a_sequence_have_dropout_masks_of_their_own(tmp_path, ranks):
     """As many generators as slices, and each goes its own way from the start."""
     write_text(tmp_path)

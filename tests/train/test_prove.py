@@ -98,7 +98,7 @@ def test_a_loss_that_data_parallelism_cannot_average_is_found_out(ranks):
 
 
 def _jointly(rank, world):
-    return run_jointly(joint_cases(world), GPTSubject(sequences_for(world)), 1, CPU)
+    return run_jointly(joint_cases(world, "gloo"), GPTSubject(sequences_for(world)), 1, CPU)
 
 
 def test_ranks_of_a_launcher_run_every_row_together(ranks3):
@@ -111,10 +111,19 @@ def test_ranks_of_a_launcher_run_every_row_together(ranks3):
 
 def test_rows_of_launchers_take_all_ranks():
     for world in (1, 2, 3, 4, 6, 8):
-        rows = joint_cases(world)
+        rows = joint_cases(world, "gloo")
         assert {row.world for row in rows} == {world}
         assert all(sequences_for(world) % (row.degrees.data * row.micro_batches) == 0 for row in rows)
-    assert "DDP x tensor x pipeline" in [row.name for row in joint_cases(8)]
+    assert "DDP x tensor x pipeline" in [row.name for row in joint_cases(8, "gloo")]
+
+
+def test_the_page_shows_the_rows_that_there_are():
+    page = (Path(__file__).parents[2] / "docs" / "parallelism.md").read_text(encoding="utf-8")
+    table = page.split("<!-- prove -->")[1].split("<!-- /prove -->")[0]
+    shown = [line.split("│")[1].strip() for line in table.splitlines() if line.startswith("│")]
+    rows = [row.name for row in cases("shm", ["gloo"])]
+    assert shown == rows
+    assert f"{len(rows)} of {len(rows)} rows passed" in table
 
 
 def test_there_is_a_row_for_everything():

@@ -37,7 +37,12 @@ def main(arguments: Sequence[str]) -> int:
         "MODULE:FUNCTION that returns (module, batch) or (module, batch, loss), the loss a mean over the batch's rows; "
         "without it a small GPT-2. Tensor and pipeline parallel need a known layout and are left out",
     )
-    parser.option("--nproc", int, _MOST_PROCESSES, "most processes; rows that need more are left out")
+    parser.option(
+        "--nproc",
+        int,
+        _MOST_PROCESSES,
+        "most processes; rows that need more are left out; under a launcher all that it has started take part",
+    )
     parser.option("--steps", int, 10, "optimizer steps of every row")
     parser.option(
         "--device", Literal["auto", "cpu", "cuda"], "auto", "where to compute; auto takes GPUs if there are enough"
@@ -71,13 +76,15 @@ def _conclude(findings: "list[Finding]") -> int:
 
 def _prove_jointly(options: Any, subject: "Subject", device_type: str, world: int) -> int:
     """Run the rows with the ranks that a launcher has started, this process being one of them."""
+    from torch.distributed import get_backend
+
     from gradsync.comm.process import destroy_process_group, init_process_group, rank_info
     from gradsync.train.prove import device_of, run_jointly
     from gradsync.train.prove_cases import joint_cases
 
     device = device_of(device_type)
     init_process_group(options.backend or "auto", device_type=device_type)
-    rows = [row for row in joint_cases(world) if options.model is None or not row.needs_layout]
+    rows = [row for row in joint_cases(world, get_backend()) if options.model is None or not row.needs_layout]
     findings = run_jointly(rows, subject, options.steps, device)
     is_first = rank_info().rank == 0
     destroy_process_group()
@@ -185,9 +192,8 @@ def _print(findings: "list[Finding]", options: Any) -> None:
     from rich.table import Table
 
     name = options.model or "a small GPT-2"
-    table = Table(
-        title=f"{name}, {options.steps} steps: largest difference from one plain process (ulp: units in the last place)"
-    )
+    what = f"{name}, {options.steps} step{'s' if options.steps > 1 else ''} over {findings[0].case.backend}"
+    table = Table(title=f"{what}: largest difference from one process (ulp: units in the last place)")
     table.add_column("", no_wrap=True)
     for column in ("ranks", "loss", "ulp", "norm", "ulp", "parameters", "ulp"):
         table.add_column(column, justify="right", no_wrap=True)

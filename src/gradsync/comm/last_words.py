@@ -66,7 +66,7 @@ def tell(error: BaseException) -> str:
 
 
 def part() -> None:
-    """Leave the others, after ``tell``, where they have probably failed of the same: whoever serves the store ends last.
+    """Leave the others, after ``tell``, who have probably failed of the same: whoever serves the store ends last.
 
     Torch complains at length, for each rank that still looks into it, of a store that is gone.
     """

@@ -107,8 +107,8 @@ def init_process_group(
     launcher = None if place is None else place.launcher
     choice = choose_backend(backend or "auto", launcher, device_type, are_on_one_host(init_method, store))
     if launcher == "mpiexec" and "MASTER_ADDR" not in os.environ:
-        store = _meet_through_mpi(timeout)
-        met = Meeting(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), [], False)
+        store, rank = _meet_through_mpi(timeout), int(os.environ["RANK"])
+        met = Meeting(store, rank, int(os.environ["WORLD_SIZE"]), [], serves_store=rank == 0)
     else:
         if is_by_environment:
             _check_environment(world_size, rank)

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradsync.comm import shm
+from gradsync.comm import mpi, shm
+from gradsync.comm.backends import choose_backend
 from gradsync.comm.interfaces import own_address
+from gradsync.comm.launchers import adopt
 from gradsync.comm.meeting import wait_for
 from gradsync.comm.store import open_store
 from gradsync.doctor.findings import Finding, Level, merged, note, ok, problem
@@ -165,6 +167,9 @@ def _try_groups(store: Any, rank: int, world: int, setting: Setting, limit: time
     backends = {"gloo": device}
     if not setting.is_on_several_hosts and shm.is_available() is None:
         backends["shm"] = device
+    place = adopt(os.environ)
+    if place is not None and choose_backend("auto", place.launcher, "cpu").name == mpi.NAME:
+        backends[mpi.NAME] = device
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     if dist.is_nccl_available() and local_rank < torch.cuda.device_count():
         backends["nccl"] = torch.device("cuda", local_rank)

@@ -49,6 +49,10 @@ def remarks(config: TrainConfig, material: Material) -> list[str]:
             f"note: the learning rate still rises when the run ends (--warmup-steps {config.warmup_steps}, --steps "
             f"{config.steps})"
         )
+    if config.nproc not in (None, degrees.world):
+        found.append(
+            f"warning: --nproc {config.nproc} has no effect: a launcher has started {degrees.world} process(es)"
+        )
     if config.strategy != "ddp" and degrees.data == 1:
         found.append(
             f"warning: --strategy {config.strategy} divides what replicas hold alike, and there is one replica: it has "

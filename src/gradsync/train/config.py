@@ -171,7 +171,7 @@ class TrainConfig:
     compile: bool = _option(False, "compile the training step, block by block", "hardware", per_start=True)
     nproc: int | None = _option(
         None,
-        "processes on this machine (by default one a core or GPU)",
+        "processes on this machine (by default one a core or GPU); under a launcher those that it has started",
         "hardware",
         per_start=True,
         at_least=1,

@@ -64,10 +64,13 @@ def sequences_for(world: int) -> int:
     return math.lcm(SEQUENCES, world * MICRO_BATCHES)
 
 
-def joint_cases(world: int) -> list[Case]:
+def joint_cases(world: int, backend: str) -> list[Case]:
     """Return the rows that take all of so many ranks, which a launcher has started, perhaps on several hosts."""
-    if world == 1:
-        return [Case("one process")]
+    rows = [Case("one process")] if world == 1 else _rows_on(world)
+    return [_with_backend(row, backend) for row in rows]
+
+
+def _rows_on(world: int) -> list[Case]:
     rows = [
         Case("DDP", Degrees(world)),
         Case("DDP, accumulation", Degrees(world), micro_batches=MICRO_BATCHES),
