@@ -69,6 +69,19 @@ def explain_on_rank(job: ExplainJob) -> dict[str, Any]:
     return found
 
 
+@dataclass(frozen=True)
+class _Shown:
+    """The one value of a parameter that the page follows."""
+
+    name: str
+    parameter: nn.Parameter
+    index: tuple[int, ...]
+
+    def gradient(self) -> float | None:
+        """Its gradient as it is now."""
+        return _value(self.parameter.grad, self.index)
+
+
 class _Walk:
     """The steps of the explanation, in the order in which the page tells them."""
 
@@ -89,22 +102,21 @@ class _Walk:
         with profile(ddp, steps=self._job.steps) as recorded, self._noting_arrivals(ddp):
             for _ in range(self._job.steps):
                 self._step(ddp, optimizer)
-        name, index = _shown_value(module)
-        shown = dict(module.named_parameters())[name]
+        shown = _shown_value(module)
         found = {
             "rank": self._rank,
-            "process": self._process(built, wrapped, _state(module), name, index),
+            "process": self._process(built, wrapped, _state(module), shown),
             "recording": recorded.recording,
             "arrivals": self._arrivals,
             "num_parameters": sum(p.numel() for p in module.parameters()),
             "num_tensors": len(list(module.parameters())),
             "cap_bytes": self._cap_bytes,
-            "shown": {"name": name, "index": list(index), **_place_of(ddp, name)},
+            "shown": {"name": shown.name, "index": list(shown.index), **_place_of(ddp, shown.name)},
             "last_loss": self._losses[-1],
         }
-        found["average"] = self._average(ddp, optimizer, shown, index)
+        found["average"] = self._average(ddp, optimizer, shown)
         found["average_pass"] = ddp.reducer.num_passes - 1
-        found["no_sync"] = self._no_sync(ddp, optimizer, shown, index)
+        found["no_sync"] = self._no_sync(ddp, optimizer, shown)
         found["unused"] = self._unused()
         return found
 
@@ -127,16 +139,15 @@ class _Walk:
         built: dict[str, torch.Tensor],
         wrapped: dict[str, torch.Tensor],
         end: dict[str, torch.Tensor],
-        name: str,
-        index: tuple[int, ...],
+        shown: _Shown,
     ) -> dict[str, Any]:
         return {
             "rank": self._rank,
             "pid": str(os.getpid()),
             "host": socket.gethostname(),
             "threads": torch.get_num_threads(),
-            "value_built": float(built[name][index]),
-            "value_wrapped": float(wrapped[name][index]),
+            "value_built": float(built[shown.name][shown.index]),
+            "value_wrapped": float(wrapped[shown.name][shown.index]),
             "checksum_built": _checksum(built),
             "checksum_wrapped": _checksum(wrapped),
             "checksum_end": _checksum(end),
@@ -159,33 +170,21 @@ class _Walk:
             for handle in handles:
                 handle.remove()
 
-    def _average(
-        self,
-        ddp: DistributedDataParallel,
-        optimizer: torch.optim.Optimizer,
-        shown: nn.Parameter,
-        index: tuple[int, ...],
-    ) -> dict[str, Any]:
+    def _average(self, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, shown: _Shown) -> dict[str, Any]:
         """One pass with a look at what this rank contributes to it."""
         optimizer.zero_grad()
-        local = self._local(shown, index, lambda: self._loss(ddp).backward())  # type: ignore[no-untyped-call]
-        return {"rank": self._rank, "local": local, "result": _value(shown.grad, index)}
+        local = self._local(shown, lambda: self._loss(ddp).backward())  # type: ignore[no-untyped-call]
+        return {"rank": self._rank, "local": local, "result": shown.gradient()}
 
-    def _no_sync(
-        self,
-        ddp: DistributedDataParallel,
-        optimizer: torch.optim.Optimizer,
-        shown: nn.Parameter,
-        index: tuple[int, ...],
-    ) -> dict[str, Any]:
+    def _no_sync(self, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, shown: _Shown) -> dict[str, Any]:
         optimizer.zero_grad()
         before = ddp.reducer.num_passes
         with ddp.no_sync():
             self._loss(ddp).backward()  # type: ignore[no-untyped-call]
         num_passes = ddp.reducer.num_passes - before
-        first = _value(shown.grad, index)
-        second = self._local(shown, index, lambda: self._loss(ddp, num_batch=1).backward())  # type: ignore[no-untyped-call]
-        row = {"rank": self._rank, "first": first, "second": second, "result": _value(shown.grad, index)}
+        first = shown.gradient()
+        second = self._local(shown, lambda: self._loss(ddp, num_batch=1).backward())  # type: ignore[no-untyped-call]
+        row = {"rank": self._rank, "first": first, "second": second, "result": shown.gradient()}
         return {"num_passes": num_passes, "row": row}
 
     def _unused(self) -> dict[str, Any]:
@@ -216,10 +215,14 @@ class _Walk:
         }
 
     @staticmethod
-    def _local(shown: nn.Parameter, index: tuple[int, ...], backward: Callable[[], Any]) -> float:
+    def _local(shown: _Shown, backward: Callable[[], Any]) -> float:
         """Run a backward and return what this rank alone found for one value."""
         pieces: list[float] = []
-        handle = shown.register_hook(lambda grad: pieces.append(float(grad[index])))  # type: ignore[no-untyped-call]
+
+        def note(grad: torch.Tensor) -> None:
+            pieces.append(float(grad[shown.index]))
+
+        handle = shown.parameter.register_hook(note)  # type: ignore[no-untyped-call]
         backward()
         handle.remove()
         return sum(pieces)
@@ -274,12 +277,13 @@ def _checksum(state: dict[str, torch.Tensor]) -> str:
     return f"{digest:08x}"
 
 
-def _shown_value(module: nn.Module) -> tuple[str, tuple[int, ...]]:
+def _shown_value(module: nn.Module) -> _Shown:
     """Return the value whose gradient is the largest in the first parameter; the same on all ranks."""
     for name, parameter in module.named_parameters():
         if parameter.grad is not None and parameter.grad.is_floating_point() and parameter.grad.numel():
             flat = int(parameter.grad.abs().argmax())
-            return name, tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), parameter.shape))
+            index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), parameter.shape))
+            return _Shown(name, parameter, index)
     raise AssertionError("a module that was trained has gradients")
 
 

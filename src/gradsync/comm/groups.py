@@ -22,6 +22,13 @@ def group_timeout(group: Group, device: torch.device) -> timedelta:
     return timeout if isinstance(timeout, timedelta) else default_pg_timeout
 
 
+def reducing(op: Any) -> Any:
+    """Return the options of an all-reduce, called on the group itself, that reduces so."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    return options
+
+
 def exchange_text(group: Group, text: str, device: torch.device) -> list[str]:
     """Return every rank's text, in rank order."""
     data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(device)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
 
+from gradsync.comm.groups import reducing
 from gradsync.comm.waits import Waits
 from gradsync.comm.watches import watch_of_world
 from gradsync.ddp.replicas import broadcast_state
@@ -34,9 +35,7 @@ def announce(ddp: "DistributedDataParallel", mine: Announcement) -> Announcement
     """Tell the other ranks what this one will do, and return what the group will do; collective."""
     flags = [mine.synchronizes, mine.sends_buffers, mine.source < 0]
     words = torch.tensor([mine.source, *map(int, flags)], dtype=torch.int64, device="cpu")
-    options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
-    ddp.reducer.groups.wait_for_words(ddp.reducer.control_group.allreduce([words], options))
+    ddp.reducer.groups.wait_for_words(ddp.reducer.control_group.allreduce([words], reducing(dist.ReduceOp.MAX)))
     source, *told = words.tolist()
     return Announcement(source, *map(bool, told))
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradsync.comm.groups import Group, broadcast_tensors, exchange_number, exchange_text
+from gradsync.comm.groups import Group, broadcast_tensors, exchange_number, exchange_text, reducing
 from gradsync.comm.notices import exchange_notices
 from gradsync.comm.waits import wait_for
 from gradsync.ddp.bucket import local_tensor
@@ -135,9 +135,7 @@ def have_equal_shapes(group: Group, named: dict[str, torch.Tensor]) -> bool:
     facts = [(name, tuple(t.shape), str(t.dtype)) for name, t in named.items()]
     digest = zlib.crc32(repr(facts).encode())
     words = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
-    options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
-    wait_for(group, group.allreduce([words], options))
+    wait_for(group, group.allreduce([words], reducing(dist.ReduceOp.MAX)))
     highest, negative_lowest = words.tolist()
     return bool(highest == -negative_lowest)
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 from torch.optim import Optimizer
 
+from gradsync.comm.groups import reducing
 from gradsync.ddp.elementwise import check_elementwise
 from gradsync.ddp.module import DistributedDataParallel
 from gradsync.ddp.replicas import check_contract
@@ -156,8 +157,7 @@ class ZeroRedundancyOptimizer(Optimizer, Tenant):
         if is_max:
             own = own.nan_to_num(nan=float("inf"), posinf=float("inf"))  # not every backend's maximum keeps a NaN
         if reducer.world_size > 1:
-            options = dist.AllreduceOptions()
-            options.reduceOp = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM  # type: ignore[assignment]
+            options = reducing(dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM)
             reducer.groups.waits.wait(reducer.group.allreduce([own], options))
         return own if is_max else own.pow(1.0 / order)
 

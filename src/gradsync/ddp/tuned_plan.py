@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from gradsync.comm.groups import broadcast_tensors
+from gradsync.comm.groups import broadcast_tensors, reducing
 from gradsync.ddp.plan import MIB, Plan, plan_of
 from gradsync.ddp.tuning import Link, choose_ends, fit_link
 
@@ -49,9 +49,7 @@ def tuned_plan(reducer: "Reducer", ready_s: list[float]) -> Plan:
 def _latest(reducer: "Reducer", seconds: list[float]) -> list[float]:
     """Return, for each time, that of the rank on which it is longest: a collective begins when all ranks are there."""
     times = torch.tensor(seconds, dtype=torch.float64, device="cpu")
-    options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
-    reducer.groups.wait_for_words(reducer.control_group.allreduce([times], options))
+    reducer.groups.wait_for_words(reducer.control_group.allreduce([times], reducing(dist.ReduceOp.MAX)))
     return [float(value) for value in times.tolist()]
 
 
