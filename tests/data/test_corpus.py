@@ -84,6 +84,11 @@ def test_the_standard_library_is_there_and_the_same_each_time() -> None:
     assert np.array_equal(corpus.train.shards[0], again.train.shards[0])
 
 
+def test_a_small_text_has_a_size(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("line\n" * 2_000)
+    assert load_corpus(str(tmp_path / "text.txt")).name.endswith("text.txt (1 file(s), 10.0 kB)")
+
+
 def test_another_tokenizer_may_be_named(folder: Path, tokenizer_file: Path) -> None:
     corpus = load_corpus(str(folder), tokenizer=str(tokenizer_file))
     assert corpus.tokenizer.vocab_size == 270

@@ -102,6 +102,20 @@ def test_the_command_prints_and_writes_nothing(folder, capsys, monkeypatch):
     assert sorted(folder.rglob("*")) == before
 
 
+def test_the_files_that_are_named_are_those_that_are_written(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    write_text(folder, 2_000)
+    assert main(["prepare", "text.txt", "--out", "tokens", "--train-tokenizer", "300"]) == 0
+    wanted = {"data": "tokens", "trace": True, "tensorboard": True}
+    for options in ({}, wanted):
+        config = options_for(folder, **options, run=f"run-{len(options)}")
+        (line,) = [line for line in dry_run(config, 1, "cpu") if line.startswith("writes ")]
+        train(config)
+        written = [f"{path.name}/" if path.is_dir() else path.name for path in (folder / config.run).iterdir()]
+        assert sorted(line.partition(": ")[2].split(", ")) == sorted(written)
+    assert any("trace.json, timeline.json" in line for line in dry_run(config, 2, "cpu"))  # one process has none
+
+
 def test_strategies_divide_what_they_say(folder):
     def lines(world, **options):
         return dry_run(options_for(folder, width=64, layers=2, **options), world, "cpu")

@@ -57,10 +57,14 @@ def load_corpus(
         return open_prepared(Path(data), tokenizer)
     _check_is_text(Path(data))
     inputs = Inputs(InputOptions((data,), val_fraction))
-    name = f"{data} ({len(inputs.files):,} file(s), {(inputs.num_bytes or 0) / 1e6:.1f} MB)"
+    name = f"{data} ({len(inputs.files):,} file(s), {_size(inputs.num_bytes or 0)})"
     if cache is None:
         return _load_into_memory(inputs, load_tokenizer(tokenizer or "bytes"), name)
     return replace(_open_cache(inputs, tokenizer or "bytes", cache), name=name)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 100_000 else f"{num_bytes / 1e3:.1f} kB"
 
 
 def tokenizer_of(data: str, tokenizer: str | None = None) -> Tokenizer:

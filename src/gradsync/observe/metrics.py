@@ -140,6 +140,11 @@ class Forgiving:
             self._tell(f"warning: the last metrics could not be written: {error}")
 
 
+def has_tensorboard() -> bool:
+    """Whether TensorBoard is installed."""
+    return importlib.util.find_spec("tensorboard") is not None
+
+
 def open_sinks(folder: Path, tensorboard: bool, wandb: str | None, config: dict[str, Any]) -> list[Sink]:
     """Return the sinks of a run folder: JSON lines always, the others where wanted and installed.
 
@@ -147,7 +152,7 @@ def open_sinks(folder: Path, tensorboard: bool, wandb: str | None, config: dict[
         MissingExtraError: Weights & Biases is wanted and not installed.
     """
     sinks: list[Sink] = []
-    if tensorboard and importlib.util.find_spec("tensorboard") is not None:
+    if tensorboard and has_tensorboard():
         sinks.append(TensorBoard(folder / "tensorboard"))
     if wandb is not None:
         sinks.append(WandB(wandb, folder, config))

@@ -12,8 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gradsync.data.corpus import Corpus, load_corpus
 from gradsync.data.evaluation import check_evaluable
+from gradsync.data.tokenizer import Tokenizer
 from gradsync.model.gpt2 import GPT2
 from gradsync.model.layout import GPT2_LAYOUT
+from gradsync.observe.metrics import has_tensorboard
 from gradsync.parallel.degrees import Degrees
 from gradsync.parallel.division import num_stages
 from gradsync.parallel.stage import split_blocks
@@ -67,7 +69,7 @@ def dry_run(config: TrainConfig, world: int, device_type: str) -> list[str]:
         *_layout_lines(config, degrees),
         *_batch_lines(config, plan, corpus, degrees.data),
         *_memory_lines(memory, device),
-        *_file_lines(config, model),
+        *_file_lines(config, model, corpus.tokenizer, world),
     ]
 
 
@@ -153,10 +155,14 @@ def _memory_lines(memory: Memory, device: torch.device) -> list[str]:
     return lines
 
 
-def _file_lines(config: TrainConfig, model: nn.Module) -> list[str]:
+def _file_lines(config: TrainConfig, model: nn.Module, tokenizer: Tokenizer, world: int) -> list[str]:
     size = sum(parameter.nbytes for parameter in model.parameters()) * (1 + _MOMENTS) / _MIB  # whatever the layout
     count = 1 if config.checkpoint_every == 0 else config.keep_checkpoints + 1
+    names = ["config.yaml", "metrics.jsonl", "starts.jsonl", "samples/", "checkpoints/"]
+    names += ["tokenizer.json"] if hasattr(tokenizer, "path") else []
+    names += ["trace.json", "timeline.json"] if config.trace and world > 1 else []
+    names += ["tensorboard/"] if config.tensorboard and has_tensorboard() else []
     return [
-        f"writes      {config.run}: config.yaml, metrics.jsonl, starts.jsonl, samples/, checkpoints/",
+        f"writes      {config.run}: {', '.join(names)}",
         f"            checkpoints of {size:,.1f} MiB, up to {count} at a time",
     ]
