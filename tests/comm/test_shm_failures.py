@@ -221,8 +221,9 @@ def ends_early(group: ShmGroup, rank: int, pipe: Connection) -> None:
         for work in works:
             work.wait()
     pipe.send("the others went on")
-    with pytest.raises(BackendError, match=r"rank 2 left the group.*same number of batches, or use join\(\)"):
+    with pytest.raises(BackendError, match=r"rank 2 left the group.*same number of batches, or use join\(\)") as raised:
         group.barrier().wait()
+    assert "".join(traceback.format_exception(raised.value)).count("Traceback") == 1
     with pytest.raises(BackendError, match="rank 2 left the group"):
         group.recv([tensor], 2, 0).wait()
 

@@ -3,7 +3,8 @@
 [Note: Failure] The first failure ends the group: the reason is sent to all peers, so that everybody raises it
 and names the same culprit, and every later operation raises it again. Nothing is tried a second time: after a
 time-out nobody can know what peers have done with the memory they share. What the watch ends a group for (another
-rank's exception, say) is raised here as it is, and without what this rank's own closing of the wire looks like.
+rank's exception, say) is raised here as it is. How the wire told of a failure is put into words, and not shown
+beside them.
 """
 
 import functools
@@ -34,6 +35,7 @@ from gradsync.comm.wire import (
     WaitTimeoutError,
     Wire,
     WireClosedError,
+    WireError,
     announced_bytes,
 )
 from gradsync.errors import BackendError, GradsyncError
@@ -102,7 +104,7 @@ class Channel:
         """End the group because of ``error``; returns what to raise, with ``error`` as its cause if that says more."""
         failure = self.fail(what, error)
         if failure is not error:
-            failure.__cause__ = None if isinstance(error, WireClosedError) else error
+            failure.__cause__ = None if isinstance(error, WireError) else error
         return failure
 
     def fail(self, what: str, error: BaseException) -> BaseException:

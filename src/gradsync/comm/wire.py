@@ -58,7 +58,11 @@ def announced_bytes(packet: bytes) -> int | None:
     return None
 
 
-class PeerLostError(Exception):
+class WireError(Exception):
+    """Why an operation cannot go on; ``channel`` says it in words."""
+
+
+class PeerLostError(WireError):
     """A peer closed its connection; ``ranks`` are the ones that are gone."""
 
     def __init__(self, ranks: Sequence[int], has_said_goodbye: bool) -> None:
@@ -67,7 +71,7 @@ class PeerLostError(Exception):
         self.has_said_goodbye = has_said_goodbye
 
 
-class PeerAbortedError(Exception):
+class PeerAbortedError(WireError):
     """A peer has given up and said why."""
 
     def __init__(self, rank: int, reason: str) -> None:
@@ -76,7 +80,7 @@ class PeerAbortedError(Exception):
         self.reason = reason
 
 
-class WaitTimeoutError(Exception):
+class WaitTimeoutError(WireError):
     """The deadline passed; ``missing`` are the ranks that were still waited for."""
 
     def __init__(self, missing: Sequence[int]) -> None:
@@ -84,7 +88,7 @@ class WaitTimeoutError(Exception):
         self.missing = list(missing)
 
 
-class WireClosedError(Exception):
+class WireClosedError(WireError):
     """This side has closed the wire (the group was destroyed or aborted)."""
 
 
