@@ -42,28 +42,38 @@ def trained_alone(world: int, num_steps: int) -> float:
     return sum(float(parameter.detach().double().sum()) for parameter in model.parameters())
 
 
-def test_hosts_meet_by_name_and_a_slow_link_changes_nothing(three_hosts: list[Host]) -> None:
-    three_hosts[1].slow_down("20mbit")
-    processes = start(three_hosts, 20, 30.0)
-    for rank, output in enumerate(outputs(processes, PATIENCE_S)):
-        assert processes[rank].returncode == 0, output
-        value = float(output.split("finished ")[1].split()[0])
-        assert value == pytest.approx(trained_alone(3, 20), abs=1e-4)
+@pytest.mark.parametrize("num_hosts", [2, 3])
+def test_hosts_meet_by_name_and_a_slow_link_changes_nothing(num_hosts: int) -> None:
+    with hosts(num_hosts) as made:
+        made[1].slow_down("20mbit")
+        processes = start(made, 20, 30.0)
+        for rank, output in enumerate(outputs(processes, PATIENCE_S)):
+            assert processes[rank].returncode == 0, output
+            value = float(output.split("finished ")[1].split()[0])
+            assert value == pytest.approx(trained_alone(num_hosts, 20), abs=1e-4)
 
 
-def test_a_host_cut_off_in_the_middle_of_a_step_is_named(three_hosts: list[Host]) -> None:
-    processes = start(three_hosts, STEP_LIMIT, TIMEOUT_S)
+@pytest.mark.parametrize("num_hosts", [2, 3])
+def test_a_host_cut_off_in_the_middle_of_a_step_is_named(num_hosts: int) -> None:
+    with hosts(num_hosts) as made:
+        _cut_off_the_last(made)
+
+
+def _cut_off_the_last(made: list[Host]) -> None:
+    last = len(made) - 1
+    processes = start(made, STEP_LIMIT, TIMEOUT_S)
     for process in processes:
         assert process.stdout is not None
         assert any("training" in line for line in process.stdout), "it has ended before"
-    for host, process in zip(three_hosts, processes, strict=True):
+    for host, process in zip(made, processes, strict=True):
         assert {address for address, _ in addresses([process.pid])} == {host.address}, "it listens elsewhere, too"
-    three_hosts[2].cut()
+    made[last].cut()
     stories = outputs(processes, PATIENCE_S)
-    assert [process.returncode for process in processes] == [1, 1, 1], "\n".join(stories)
-    for rank in (0, 1):
-        assert "rank 2 does not answer any more" in stories[rank], stories[rank]
-    assert "rank 2 on host node2" in stories[2] and "this host's network is cut off" in stories[2], stories[2]
+    assert [process.returncode for process in processes] == [1] * len(made), "\n".join(stories)
+    for story in stories[:last]:
+        assert f"rank {last} does not answer any more" in story, story
+    name = f"rank {last} on host node{last}"
+    assert name in stories[last] and "this host's network is cut off" in stories[last], stories[last]
 
 
 def test_a_wrong_interface_is_refused_by_its_host_and_missed_by_the_others(three_hosts: list[Host]) -> None:

@@ -90,10 +90,10 @@ def test_a_few_steps_are_those_of_one_process(request, name):
     pool(_compare, layout, timeout_s=150)
 
 
-@pytest.mark.parametrize("name", ["fsdp", "tensor", "1f1b", "fsdp x tensor", "sequence", "fsdp x sequence"])
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_what_is_frozen_stays_frozen(request, name):
     layout = Layout(**{**vars(LAYOUTS[name]), "frozen": FROZEN})
-    pool = request.getfixturevalue({2: "ranks", 4: "ranks4"}[layout.degrees.world])
+    pool = request.getfixturevalue({2: "ranks", 3: "ranks3", 4: "ranks4"}[layout.degrees.world])
     pool(_compare, layout, timeout_s=150)
 
 
