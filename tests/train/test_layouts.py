@@ -136,6 +136,36 @@ def test_completion_tasks_are_shared_out_whatever_the_layout(tmp_path, ranks, na
     assert metrics(divided)[-1]["accuracy_normalised"] == metrics(plain)[-1]["accuracy_normalised"]
 
 
+def _train_compiled(rank, world, config):
+    """Through the whole compiler but its last part, which takes half a minute; returns the number of graphs."""
+    from torch._dynamo.utils import counters
+
+    from gradsync.train import build
+
+    original = build.compile_block
+    torch._dynamo.reset()
+    counters.clear()
+    build.compile_block = lambda block: block.compile(backend="aot_eager", dynamic=False)
+    try:
+        train_on_rank(rank, world, config)
+        return counters["stats"]["unique_graphs"]
+    finally:
+        build.compile_block = original
+        torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tensor", "sequence", "1f1b", "fsdp"])
+def test_compiled_blocks_of_a_divided_model_compute_what_one_process_does(alone, tmp_path, ranks, name):
+    _, options = LAYOUTS[name]
+    alone = alone(options.get("layers", 2))
+    shortly = {"stop_after": 5, "eval_every": 0, "sample_tokens": 0}
+    config = replace(alone, run=str(tmp_path / "run"), compile=True, **shortly, **options)
+    graphs = ranks(_train_compiled, config, timeout_s=150, warnings_as_errors=False)
+    assert losses(config) == pytest.approx(losses(alone)[:5], abs=1e-4)
+    assert min(graphs) >= 1
+
+
 def _train_with_a_bad_token(rank, world, config):
     """One row of the table is infinite on every rank that has it, so that sequences with this token have no loss."""
     from gradsync.train import assemble
