@@ -135,6 +135,13 @@ def test_an_unwritable_run_folder_is_refused_before_anything_starts(capsys, tmp_
     assert (tmp_path / "file").read_text() == "keep me"
 
 
+@pytest.mark.parametrize(("more", "is_kept"), [([], True), (["--tp", "4"], True), (["--tp", "1"], False)])
+def test_cut_sequences_are_kept_by_a_resumed_run_that_has_ranks_for_them(capsys, tmp_path, more, is_kept):
+    saved = printed(capsys, "--tp", "2", "--sequence-parallel", "--run", str(tmp_path))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved))
+    assert printed(capsys, "--run", str(tmp_path), "--resume", *more)["sequence_parallel"] is is_kept
+
+
 def test_resuming_nothing_is_refused(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "there is none" in refused(capsys, "--resume")

@@ -85,6 +85,8 @@ def _with_inherited(parser: Parser, given: dict[str, Any]) -> dict[str, Any]:
     run = given.get("run") or newest_run_path()
     is_there = Path(run).is_dir() and any(Path(run).iterdir())
     saved = checked_options(parser, inherited(read_config(Path(run))), RunFolder(run).config_file) if is_there else {}
+    if given.get("tp") == 1:
+        saved.pop("sequence_parallel", None)  # it is about the ranks of --tp, and would only be warned of
     return {**saved, **given, "run": run}
 
 

@@ -130,7 +130,7 @@ def shape_of(config: TrainConfig, tokenizer: Tokenizer) -> GPT2Config:
 
 def in_words(degrees: Degrees, cuts_sequences: bool) -> str:
     """Return what a run is divided into, for the user."""
-    of = "tensors and sequences" if cuts_sequences else "tensors"
+    of = "tensors and sequences" if cuts_sequences and degrees.tensor > 1 else "tensors"
     return f"{degrees.data} replica(s) x {degrees.tensor} slice(s) of {of} x {degrees.pipeline} stage(s)"
 
 
