@@ -1,10 +1,11 @@
-"""Ctrl-C and SIGTERM under torchrun and mpiexec: the run is saved, and the exit codes are those of the page on clusters."""
+"""Ctrl-C and SIGTERM under torchrun and mpiexec: the run is saved, with the exit codes of the page on clusters."""
 
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,15 @@ def _launched(launcher: str) -> list[str]:
     if _MPIEXEC is None or subprocess.run([sys.executable, "-c", "import mpi4py"], capture_output=True).returncode:
         pytest.skip("needs mpi4py and an mpiexec (pip install mpi4py mpich)")
     return [_MPIEXEC, "-n", "2", sys.executable, "-m", "gradsync"]
+
+
+def _family(pid: int) -> list[int]:
+    """A launcher's processes, which torchrun puts into sessions of their own."""
+    try:
+        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+    return [*children, *(member for child in children for member in _family(child))]
 
 
 @pytest.mark.parametrize(
@@ -62,8 +72,9 @@ def test_the_run_is_saved_and_the_launcher_says_how_it_ended(
             process.send_signal(number)
         assert process.wait(TIMEOUT_S) == code, story.read_text()
     finally:
-        for member in session_members(process.pid):
-            os.kill(member, signal.SIGKILL)
+        for member in [*_family(process.pid), *session_members(process.pid)]:
+            with suppress(ProcessLookupError):
+                os.kill(member, signal.SIGKILL)
         process.wait()
     last = len(metrics.read_text().splitlines())
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{last:08d}"]
