@@ -29,7 +29,7 @@ def doctor(made: list[Host], num_started: int = 3, timeout_s: int = 10) -> tuple
 
 def test_healthy_hosts_and_a_slow_link(three_hosts: list[Host]) -> None:
     three_hosts[2].slow_down("50mbit")
-    codes, stories = doctor(three_hosts)
+    codes, stories = doctor(three_hosts, timeout_s=60)  # a busy machine takes its time to start three of them
     assert codes == [0, 0, 0], "\n".join(stories)
     assert "the ranks reach each other (3 pair(s) tried)" in stories[0]
     assert "gloo works over 3 rank(s)" in stories[0]
