@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -73,6 +72,7 @@ def under_mpiexec(task: Assignment) -> None:
 def _prepare(task: Assignment) -> Callable[[BaseException], None]:
     """Have what is said kept; returns what ends the process with an error, which is written down."""
     torch.set_num_threads(1)
+    pipe = os.dup(2)
     with (task.folder / f"output-{task.rank}.txt").open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
@@ -84,7 +84,7 @@ def _prepare(task: Assignment) -> Callable[[BaseException], None]:
         try:
             (task.folder / f"outcome-{task.rank}.json").write_text(json.dumps(record))
         except OSError:  # with a full disk, or without descriptors
-            print(json.dumps(record), file=sys.__stderr__, flush=True)
+            os.write(pipe, json.dumps(record).encode())
         os._exit(1)
 
     return end

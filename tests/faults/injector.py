@@ -170,8 +170,7 @@ def _drop_connections() -> None:
 
 
 def _fill_disk() -> None:
-    """From now on no file of this process can grow."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    """From now on no file of this process can grow; Python ignores the signal that comes of it."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
 
 

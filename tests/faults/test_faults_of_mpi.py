@@ -16,6 +16,7 @@ from fault_rank import SOFT_LIMIT_S, START_LIMIT_S, Assignment, config_of
 from harness import PATIENCE_S, left_in_memory, state_of, stop_s
 from injector import HARMLESS, STRUCK, Fault, all_faults
 
+from gradsync.comm.watch import _EXCUSED_LIMITS
 from training_jobs import losses, write_text
 
 _MPIEXEC = shutil.which("mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
@@ -86,13 +87,19 @@ def _wait(process: "subprocess.Popen[bytes]", folder: Path, fault: Fault | None)
         if struck_s is None and (folder / STRUCK).exists():
             struck_s = now_s
         if fault is not None and struck_s is not None and fault.kind not in HARMLESS:
-            until_s = min(until_s, struck_s + max(SOFT_LIMIT_S, START_LIMIT_S) + PATIENCE_S)
+            until_s = min(until_s, struck_s + _limit_s(fault) + PATIENCE_S)
         if fault is not None and fault.kind in ("pause", "stop") and struck_s is not None:
             for member in members_of(folder):
                 if now_s - struck_s > stop_s(fault) and state_of(member) == "T":
                     os.kill(member, signal.SIGCONT)
         assert now_s < until_s, f"{fault}: the ranks do not end\n{(folder / 'mpiexec.txt').read_text()}"
         time.sleep(0.1)
+
+
+def _limit_s(fault: Fault) -> float:
+    """How long the other rank may wait; for one that writes a checkpoint it has more patience."""
+    is_excused = fault.kind == "hang" and fault.point == "saving"
+    return max(SOFT_LIMIT_S, START_LIMIT_S, _EXCUSED_LIMITS * SOFT_LIMIT_S if is_excused else 0.0)
 
 
 def check(folder: Path, fault: Fault, unbroken: list[float]) -> None:
