@@ -49,6 +49,7 @@ def wait_for_a_failed_thread() -> None:
 def strike(kind: str) -> None:
     strikes: dict[str, Callable[[], Any]] = {
         "raise": fail,
+        "raise, with a clean-up": fail,
         "thread": wait_for_a_failed_thread,
         "hang": lambda: time.sleep(600),
         "exit": lambda: os._exit(3),
@@ -62,6 +63,14 @@ def strike(kind: str) -> None:
 
 
 def main(task: Task, rank: int, port: int) -> None:
+    try:
+        train(task, rank, port)
+    finally:
+        if task.kind == "raise, with a clean-up":
+            dist.destroy_process_group()
+
+
+def train(task: Task, rank: int, port: int) -> None:
     with task.output.open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)

@@ -87,6 +87,7 @@ def test_a_rank_that_comes_late_to_a_group_of_the_users_is_waited_for(tmp_path: 
     ("kind", "sign"),
     [
         ("raise", "RankFailedError: rank 1 failed in pass 3 (after backward): ValueError: the injected failure"),
+        ("raise, with a clean-up", "rank 1 failed in pass 3 (after backward): ValueError: the injected failure"),
         ("leave", "rank 1 ended before the others were done; give all ranks the same number of batches"),
         ("destroy", "rank 1 destroyed the process group before the others were done"),
     ],

@@ -58,10 +58,11 @@ class Correspondent:
     def report(self, error: BaseException) -> None:
         """Tell all ranks that an exception ends this one, and give them a moment to hear it and say so."""
         text = f"{type(error).__name__}: {told(error)}"
-        others = [rank for rank in range(self.world) if rank != self.rank]
+        gone = {self.rank, *self._left, *self._destroyed}
+        others = [rank for rank in range(self.world) if rank not in gone]
         with self._hurry():
             number = self._ledger.post(Event("failure", self.rank, text, self.spot()))
-            self._poll(_SPOKEN_S, lambda: self.is_deaf or self._ledger.have_noted(number, others))
+            self._poll(_SPOKEN_S, lambda: not others or self.is_deaf or self._ledger.have_noted(number, others))
 
     def acknowledge(self) -> None:
         """Let the ranks that have failed end, since this one has said why it ends, too."""

@@ -26,7 +26,7 @@ from gradsync.comm.aftermath import is_aftermath
 from gradsync.comm.remarks import add_remark
 from gradsync.comm.standstill import stack_of
 from gradsync.comm.watch import set_last_resort
-from gradsync.comm.watches import stop_all, watch_of_world
+from gradsync.comm.watches import stop_all, watch_of_last_world, watch_of_world
 from gradsync.errors import GradsyncError, RankFailedError, StalledError
 
 CLEANUP_S = 3.0
@@ -85,7 +85,7 @@ def end_soon() -> None:
 
 
 def _tell(error: BaseException) -> str:
-    watch = watch_of_world()
+    watch = watch_of_last_world()
     if watch is None or isinstance(error, RankFailedError | StalledError):
         return ""
     if watch.error is None and not is_aftermath(error):
@@ -185,14 +185,14 @@ def end_now(code: int) -> NoReturn:
 
 def _let_the_failed_end() -> None:
     """A launcher ends this rank as soon as it sees one that has failed, so that one waits for this one's word."""
-    watch = watch_of_world() if _is_a_rank() else None
+    watch = watch_of_last_world() if _is_a_rank() else None
     if watch is not None:
         _bounded(watch.acknowledge)
 
 
 def _is_a_rank() -> bool:
     try:
-        return watch_of_world() is not None
+        return watch_of_last_world() is not None
     except RuntimeError:
         return False
 

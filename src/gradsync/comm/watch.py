@@ -28,6 +28,7 @@ then ended on this rank's own judgement.
 """
 
 import logging
+import sys
 import threading
 import time
 import weakref
@@ -51,6 +52,8 @@ _LOOK_S = 0.5
 _SILENT_S = 1.0  # how long one of the others may take for that, which may be at something that lasts
 _AFTER_LEAVING_S = 1.0
 _STUCK_S = 3.0
+_PARTING_S = 5.0  # how long a clean-up may take in which an exception is on its way
+_LAST_WORDS_S = 1.0  # and how long it takes from there to the end of the process
 _SILENCE_S = 5.0
 _EXCUSED_LIMITS = 10  # so many soft limits is what one rank may take for what the others know to be long
 
@@ -177,6 +180,25 @@ class Watch(Correspondent):
         if self._is_group_gone():
             with suppress(Exception):  # the store may be gone, and with it all who could hear of it
                 self._ledger.post(Event("destroyed", self.rank))
+            self._stay_for_last_words()
+
+    def _stay_for_last_words(self) -> None:
+        """Keep the store while an exception on its way destroys the group (``finally``); its text is to be heard yet.
+
+        No longer: the next group may meet at the same place, where the old one's notes must not be found.
+        """
+        until_s, is_failing = time.monotonic() + _PARTING_S, False
+        while self._waiter in sys._current_exceptions() and time.monotonic() < until_s:
+            if self._is_over.wait(HURRY_S):
+                return
+            is_failing = True
+        if is_failing:
+            self._is_over.wait(_LAST_WORDS_S)
+
+    @property
+    def is_parting(self) -> bool:
+        """Whether the group was destroyed, but what this rank says can still be heard."""
+        return self._thread.is_alive() and self._is_group_gone()
 
     def _is_group_gone(self) -> bool:
         """Whether the user has destroyed the group that this is the watch of."""

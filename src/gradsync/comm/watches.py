@@ -97,6 +97,14 @@ def watch_of_world() -> Watch | None:
     return _watches[group]
 
 
+def watch_of_last_world() -> Watch | None:
+    """Return the watch over the default group, or over one that was destroyed just now, by a rank that fails."""
+    watch = watch_of_world()
+    if watch is not None or default_group() is not None:
+        return watch
+    return next((each for each in list(_begun) if each.is_parting), None)
+
+
 def _begin(watch: Watch) -> None:
     _begun.add(watch)
     watch.start()
