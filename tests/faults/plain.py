@@ -62,15 +62,15 @@ def strike(kind: str) -> None:
     strikes[kind]()
 
 
-def main(task: Task, rank: int, port: int) -> None:
+def start(task: Task, rank: int, port: int) -> None:
     try:
-        train(task, rank, port)
+        main(task, rank, port)
     finally:
         if task.kind == "raise, with a clean-up":
             dist.destroy_process_group()
 
 
-def train(task: Task, rank: int, port: int) -> None:
+def main(task: Task, rank: int, port: int) -> None:
     with task.output.open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from harness import context
-from plain import Task, main
+from plain import Task, start
 
 from listening import free_port
 
@@ -25,7 +25,7 @@ def run(folder: Path, where: str, kind: str, struck: int = 1, backend: str = "gl
     way = way.format(port=port, folder=folder)
     outputs = [folder / f"output-{rank}.txt" for rank in range(2)]
     tasks = [Task(where, kind, struck, backend, way, output) for output in outputs]
-    ranks = [context().Process(target=main, args=(task, rank, port)) for rank, task in enumerate(tasks)]
+    ranks = [context().Process(target=start, args=(task, rank, port)) for rank, task in enumerate(tasks)]
     for process in ranks:
         process.start()
     try:
