@@ -22,7 +22,6 @@ HURRY_S = 0.05
 _ANSWER_S = 1.5  # three looks of the rank that is asked
 
 _POSTED_S = 1.0  # how long after the loss of a connection the cause may take to appear
-_TOLD_S = 0.3  # the same where the other rank may well go on
 _NOTED_S = 1.0
 _SPOKEN_S = 2.0  # how long a failure waits for the others to have said it, too: a launcher ends them when it sees it
 _STORE_S = 2.0  # how much longer the store itself may take
@@ -115,7 +114,7 @@ class Correspondent:
         """
         if self.error is None and not self.is_deaf:
             with self._hurry():
-                self._poll(_POSTED_S if members else _TOLD_S, lambda: self.error is not None or self.is_deaf)
+                self._poll(_POSTED_S, lambda: self.error is not None or self.is_deaf)
                 if self.error is None and not self.is_deaf and members:
                     self.error = self._missing_in_time(error, members)
         if self.error is None and self._loss is not None and 0 in members:

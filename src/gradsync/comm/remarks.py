@@ -8,8 +8,9 @@ import os
 
 
 def add_remark(error: BaseException) -> None:
-    """Note on an exception, which its traceback shows then, that no file can be opened any more."""
-    remark = "" if _can_open() else _full()
+    """Note on an exception, which its traceback shows then, that no file could be opened any more."""
+    is_told = os.strerror(errno.EMFILE) in str(error)  # some have been closed meanwhile, perhaps
+    remark = _full() if is_told or not _can_open() else ""
     if remark and remark not in getattr(error, "__notes__", ()):
         error.add_note(remark)
 
