@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -20,10 +21,10 @@ import torch.distributed as dist
 
 from gradsync.comm import shm
 from gradsync.comm.multihost import MultiHostGroup
-from gradsync.errors import BackendError
+from gradsync.errors import BackendError, GradsyncError, StalledError
 
 # The host of each rank: the ranks of a host are not neighbours, and the hosts are not equal.
-HOSTS = {"operations": [0, 1, 1, 0, 1], "death": [0, 1, 0], "late": [0, 1, 0]}
+HOSTS = {"operations": [0, 1, 1, 0, 1], "death": [0, 1, 0], "late": [0, 1, 0], "given_up": [0, 1, 0]}
 PATIENCE_S = 240.0
 
 
@@ -112,6 +113,11 @@ def test_a_late_host_is_named(namespaces: list[str], tmp_path: Path) -> None:
     for rank, result in enumerate(results):
         assert result.returncode == 0, f"rank {rank}:\n{result.stdout}"
     assert "on other hosts (1)" in results[0].stdout
+
+
+def test_a_wait_for_another_host_can_be_given_up(namespaces: list[str], tmp_path: Path) -> None:
+    for rank, result in enumerate(run(namespaces, tmp_path, "given_up")):
+        assert result.returncode == 0, f"rank {rank}:\n{result.stdout}"
 
 
 # -- the ranks' side
@@ -203,6 +209,25 @@ def late(rank: int, world: int) -> None:
         raise AssertionError("no error")
 
 
+def given_up(rank: int, world: int) -> None:
+    """Rank 0 waits on the network, and rank 2 for rank 0; the watch of each gives the group up."""
+    dist.barrier()
+    group: Any = dist.group.WORLD
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["done/0", "done/2"])
+        return
+    threading.Timer(1.0, group.give_up, [StalledError("the odd one out is rank 1")]).start()
+    try:
+        dist.all_reduce(torch.ones(10))
+    except GradsyncError as error:  # this rank's own, or what its peer on this host has told of that
+        assert "the odd one out is rank 1" in str(error)
+    else:
+        raise AssertionError("no error")
+    store.set(f"done/{rank}", "")
+    os._exit(0)  # gloo's shutdown would wait for the work that was given up
+
+
 def main() -> None:
     scenario, rank, path = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     shm.register()
@@ -210,7 +235,7 @@ def main() -> None:
     store = dist.FileStore(path, world)  # type: ignore[attr-defined]
     timeout = timedelta(seconds=90)
     dist.init_process_group("shm", store=store, rank=rank, world_size=world, timeout=timeout)
-    {"operations": operations, "death": death, "late": late}[scenario](rank, world)
+    {"operations": operations, "death": death, "late": late, "given_up": given_up}[scenario](rank, world)
 
 
 if __name__ == "__main__":

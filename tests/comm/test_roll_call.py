@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from gradsync.comm import roll_call
-from gradsync.comm.roll_call import Card, call_roll, no_connection, own_card, use_loopback_alone
+from gradsync.comm.roll_call import Card, call_roll, meet, no_connection, own_card, use_loopback_alone
 from gradsync.comm.store import serve_store
-from gradsync.errors import BackendError
+from gradsync.errors import BackendError, ConfigError
 
 _torch: Any = dist
 
@@ -77,3 +77,9 @@ def test_ranks_of_one_machine_stay_on_loopback_unless_told_otherwise(monkeypatch
     use_loopback_alone([Card("one", "x", 1, "a"), Card("one", "x", 2, "a")])
     assert os.environ["GLOO_SOCKET_IFNAME"].startswith("lo")
     assert os.environ["NCCL_SOCKET_IFNAME"] == "mine"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_port_that_nobody_knows_is_refused(rank: int) -> None:
+    with pytest.raises(ConfigError, match="to meet at port 0 of 127.0.0.1"):
+        meet("tcp://127.0.0.1:0", None, rank, 2, timedelta(seconds=5))

@@ -101,3 +101,37 @@ def test_nothing_outlives_a_killed_launcher_and_no_rank_listens_beyond_this_mach
         process.kill()
         process.wait()
         assert_nothing_is_left(process.pid)
+
+
+_LAUNCHER = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1]]).wait()"
+_RANK_THAT_LOOKS_FOR_OTHERS = """
+import os, time
+from gradsync.comm import process
+
+def meet(*_):
+    print("meeting", flush=True)
+    time.sleep(600)
+
+process.meet = meet
+process.init_process_group("gloo", rank=0, world_size=2)
+"""
+
+
+def test_a_rank_that_still_looks_for_the_others_does_not_outlive_its_launcher() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src"), "TORCHELASTIC_RUN_ID": "mine"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", _LAUNCHER, _RANK_THAT_LOOKS_FOR_OTHERS],
+        env={**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "meeting\n"
+        process.kill()
+        process.wait()
+        assert_nothing_is_left(process.pid)
+    finally:
+        for member in members(process.pid):
+            os.kill(member, signal.SIGKILL)
+        process.communicate()

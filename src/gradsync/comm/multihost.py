@@ -19,6 +19,7 @@ from torch.distributed import ReduceOp
 from gradsync.comm import arguments
 from gradsync.comm.combine import Reduction, kernel_for, reduction_of
 from gradsync.comm.python_group import Make, PythonGroup
+from gradsync.comm.work import SLICE, is_over_within
 from gradsync.errors import BackendError, GradsyncError
 
 _torch: Any = dist  # for what torch's stubs leave out
@@ -69,6 +70,11 @@ class MultiHostGroup(PythonGroup):
         """Leave the group at once and make every peer on this host fail."""
         self.local.abort()
         self.shutdown()
+
+    def give_up(self, reason: GradsyncError) -> None:
+        """Make everything fail for this reason on this host; the others see that its leader has gone."""
+        self._failure = self._failure or reason
+        self.local.give_up(reason)
 
     # -- operations through the leaders
 
@@ -175,7 +181,7 @@ class MultiHostGroup(PythonGroup):
             opts = _timed(dist.AllreduceOptions(), timeout)
             opts.reduceOp = op
             # gloo knows no complex numbers; only sums of them come here
-            self._leaders.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], opts).wait()
+            self._await(self._leaders.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], opts))
         self.local.broadcast([tensor], root=0, timeout=_after_leaders(timeout)).wait()
 
     def _broadcast(self, data: Tensor, root: int, timeout: timedelta) -> None:
@@ -187,16 +193,23 @@ class MultiHostGroup(PythonGroup):
         if self._leaders is not None:
             opts = _timed(dist.BroadcastOptions(), timeout)
             opts.rootRank = host
-            self._leaders.broadcast([data], opts).wait()
+            self._await(self._leaders.broadcast([data], opts))
         if host != self._host:
             self.local.broadcast([data], root=0, timeout=_after_leaders(timeout)).wait()
+
+    def _await(self, work: Any) -> None:
+        """Wait for a work of gloo's, which nobody can interrupt, unless this host gives the group up."""
+        while not is_over_within(work, SLICE):
+            if self._failure is not None:
+                raise self._failure
+        work.wait()
 
     def _composed(self, name: str, run: Callable[[timedelta], None], timeout_s: float) -> Make:
         return lambda sequence: _Composed(self, f"{name} number {sequence}", run, timeout_s)
 
     def _through_gloo(self, name: str, issue: Callable[[], Any], opts: Any, timeout_s: float) -> Make:
         _timed(opts, timedelta(seconds=timeout_s))
-        return self._composed(name, lambda timeout: issue().wait(), timeout_s)
+        return self._composed(name, lambda timeout: self._await(issue()), timeout_s)
 
     # -- failure
 
@@ -252,9 +265,9 @@ class _Composed:
                 self._run(self._timeout)
         except BaseException as error:
             failure = self._group._fail(self.name, error)
-            if isinstance(error, Exception):
-                raise failure from error
-            raise
+            if failure is error or not isinstance(error, Exception):
+                raise
+            raise failure from error
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -102,6 +102,8 @@ def init_process_group(
     if store is not None and init_method is not None:
         raise ConfigError("the ranks meet by init_method or through a store, but got both; leave one out")
     check_choices(os.environ)
+    # While the ranks meet there is nothing to save, and torch's C++ code, which waits for them, runs no handler.
+    is_bound = "TORCHELASTIC_RUN_ID" in os.environ and end_with_parent(signal.SIGKILL, yields=True)
     is_by_environment = store is None and init_method in (None, "env://")
     place = adopt(os.environ) if is_by_environment else None
     launcher = None if place is None else place.launcher
@@ -122,8 +124,8 @@ def init_process_group(
         _make(choice.name, met, soft_limit_s, timeout, kwargs)
     finally:
         last_words.install(met.serves_store)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent(signal.SIGTERM, yields=True)
+    if is_bound:
+        end_with_parent(signal.SIGTERM)
     if dist.get_rank() == 0:
         logger.info("process group: %s, %d rank(s) (%s)", choice.name, dist.get_world_size(), choice.reason)
 

@@ -21,7 +21,7 @@ from gradsync.comm.interfaces import own_address
 from gradsync.comm.ledger import can_hold_ledger
 from gradsync.comm.meeting import host_id
 from gradsync.comm.store import is_served_by_launcher, number_of_visit, open_store
-from gradsync.errors import BackendError
+from gradsync.errors import BackendError, ConfigError
 
 _torch: Any = dist  # for what torch's stubs leave out
 _NOTE_EVERY_S = 30.0
@@ -65,9 +65,15 @@ def meet(init_method: str | None, store: Any, rank: int, world: int, timeout: ti
 
     Raises:
         BackendError: rank 0 was not reached, or some rank did not come in time.
+        ConfigError: the place to meet is none.
     """
     endpoint = None if store is not None else _endpoint(init_method, rank, world)
     where, serves_store = "the store", False
+    if endpoint is not None and endpoint[1] == 0 and world > 1:
+        raise ConfigError(
+            f"rank {rank}: the ranks are to meet at port 0 of {endpoint[0]}, which stands for any that is free, so the "
+            f"others could not know which; name one (torchrun: --master-port 29500, or --standalone)"
+        )
     if endpoint is not None:
         where, serves_store = "{}:{}".format(*endpoint), rank == 0 and not is_served_by_launcher()
         try:

@@ -21,11 +21,10 @@ from gradsync.comm.ledger import Place
 from gradsync.comm.other_wait import STRICT_ANSWER_LIMITS, give_up
 from gradsync.comm.watch import Watch
 from gradsync.comm.watches import watch_of_world
+from gradsync.comm.work import SLICE, is_over_within
 from gradsync.errors import GradsyncError
 
 T = TypeVar("T")
-
-_SLICE = timedelta(seconds=0.2)
 
 
 class Waits:
@@ -137,7 +136,7 @@ class Waits:
 
     @staticmethod
     def _wait_in_slices(work: Any, watch: Watch) -> None:
-        while not _is_over_within(work, _SLICE):
+        while not is_over_within(work, SLICE):
             if watch.error is not None:
                 raise watch.raised()
         work.wait()
@@ -262,15 +261,6 @@ def _ranks_of(group: Any, watch: Watch) -> list[int]:
 def _wait_for_all(works: Sequence[Any]) -> None:
     for work in works:
         work.wait()
-
-
-def _is_over_within(work: Any, limit: timedelta) -> bool:
-    """Whether the work ends within a while, well or badly."""
-    try:
-        work.wait(limit)
-    except RuntimeError:
-        return bool(work.is_completed())
-    return True
 
 
 def can_be_sliced(group: Any) -> bool:

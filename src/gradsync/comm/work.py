@@ -9,7 +9,19 @@ from torch.futures import Future
 
 from gradsync.errors import BackendError
 
+SLICE = timedelta(seconds=0.2)
+"""How long a wait lasts that cannot be interrupted, before the next look whether it still makes sense."""
+
 _futures_lock = threading.Lock()
+
+
+def is_over_within(work: Any, limit: timedelta) -> bool:
+    """Whether a work ends within a while, well or badly; for those that a wait with a limit leaves as they are."""
+    try:
+        work.wait(limit)
+    except RuntimeError:
+        return bool(work.is_completed())
+    return True
 
 
 class PythonWork(dist.Work):
