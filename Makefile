@@ -18,8 +18,8 @@ BIN := $(VENV)/bin
 REQUIREMENTS_STAMP := $(VENV)/requirements.stamp
 PACKAGE_STAMP := $(VENV)/package.stamp
 TEST_MARKS := not stress and not clients
-# make test WORKERS=auto: test files are spread over some processes, which takes half the time (see tests/conftest.py)
-WORKERS ?= 0
+# Test files are spread over so many processes (see tests/conftest.py): many tests wait. WORKERS=0: all in one, for pdb and -s
+WORKERS ?= 2
 TEST_SPREAD := $(if $(filter-out 0,$(WORKERS)),-n $(WORKERS) --dist loadfile --no-loadscope-reorder)
 
 .DEFAULT_GOAL := help

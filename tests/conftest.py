@@ -1,9 +1,8 @@
 """Fixtures shared by all tests: pools of real ranks, started once for the whole session; and who runs what where.
 
-[Note: Several processes] ``make test WORKERS=auto`` has pytest-xdist spread the test files over some processes, each
-with pools of its own. Most of the long tests wait (for a limit that is to pass, for processes to start and end), so
-there is one process more than cores. The files whose tests take long come first: the quick ones then fill what is
-left.
+[Note: Several processes] ``make test`` has pytest-xdist spread the test files over two processes, each with pools of
+its own: most of the long tests wait (for a limit that is to pass, for processes to start and end). ``WORKERS=auto``
+takes one more than there are cores. The files whose tests take long come first: the quick ones then fill what is left.
 """
 
 import os
