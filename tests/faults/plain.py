@@ -50,6 +50,7 @@ def strike(kind: str) -> None:
     strikes: dict[str, Callable[[], Any]] = {
         "raise": fail,
         "raise, with a clean-up": fail,
+        "raise, clean up, go on": fail,
         "thread": wait_for_a_failed_thread,
         "hang": lambda: time.sleep(600),
         "exit": lambda: os._exit(3),
@@ -64,10 +65,15 @@ def strike(kind: str) -> None:
 
 def start(task: Task, rank: int, port: int) -> None:
     try:
-        main(task, rank, port)
-    finally:
-        if task.kind == "raise, with a clean-up":
-            dist.destroy_process_group()
+        try:
+            main(task, rank, port)
+        finally:
+            if task.kind in ("raise, with a clean-up", "raise, clean up, go on"):
+                dist.destroy_process_group()
+    except ValueError:
+        if task.kind != "raise, clean up, go on":
+            raise
+        time.sleep(600)  # the connections are open for as long as the exception keeps the model
 
 
 def main(task: Task, rank: int, port: int) -> None:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from gradsync.comm.aftermath import is_aftermath
-from gradsync.comm.diagnosis import name_of
+from gradsync.comm.diagnosis import HAS_ENDED, has_destroyed, name_of
 from gradsync.comm.ledger import Event, Ledger, Place
-from gradsync.comm.remarks import told
+from gradsync.comm.remarks import in_a_line
 from gradsync.comm.store import is_served_by_launcher
 from gradsync.errors import GradsyncError, RankFailedError, StalledError
 
@@ -39,8 +39,8 @@ class Correspondent:
         self._loss: Exception | None = None
         """How the store was lost, unless it left with its rank in peace."""
         self._left: set[int] = set()
-        self._destroyed: set[int] = set()
-        """Who has destroyed its group, after an exception perhaps, and may go on with something else."""
+        self._destroyed: dict[int, str] = {}
+        """Who has destroyed its group and may go on with something else, and the exception on its way then, if any."""
         self._unspoken: dict[int, float] = {}
         """The failures heard of and not yet raised by this rank, and when that was."""
         self._ledger = ledger
@@ -56,9 +56,8 @@ class Correspondent:
 
     def report(self, error: BaseException) -> None:
         """Tell all ranks that an exception ends this one, and give them a moment to hear it and say so."""
-        text = f"{type(error).__name__}: {told(error)}"
-        gone = {self.rank, *self._left, *self._destroyed}
-        others = [rank for rank in range(self.world) if rank not in gone]
+        text = in_a_line(error)
+        others = [rank for rank in range(self.world) if rank != self.rank and rank not in self.gone]
         with self._hurry():
             number = self._ledger.post(Event("failure", self.rank, text, self.spot()))
             self._poll(_SPOKEN_S, lambda: not others or self.is_deaf or self._ledger.have_noted(number, others))
@@ -152,10 +151,19 @@ class Correspondent:
         how = self._how_lost(set(silent))
         return RankFailedError(f"rank {self.rank}: lost in {self.spot()}: {name_of(silent)} {how} ({error})")
 
+    @property
+    def gone(self) -> dict[int, str]:
+        """The ranks that take part no more, and why."""
+        destroyed = {rank: has_destroyed(error) for rank, error in self._destroyed.items()}
+        return destroyed | dict.fromkeys(self._left, HAS_ENDED)
+
     def _how_lost(self, ranks: set[int]) -> str:
         if ranks <= self._left:
             return "ended before the others were done; give all ranks the same number of batches, or use join()"
-        if ranks <= self._left | self._destroyed:
+        if ranks <= self.gone.keys():
+            reason = next(filter(None, map(self._destroyed.get, sorted(ranks))), "")
+            if reason:
+                return f"destroyed the process group after {reason}"
             return (
                 "destroyed the process group before the others were done: if it has failed, the cause is in its "
                 "output; else give all ranks the same number of batches, or use join()"
@@ -183,7 +191,7 @@ class Correspondent:
                 self._ledger.note(number)
                 self.is_deaf = True
         elif event.kind == "destroyed":
-            self._destroyed.add(event.rank)
+            self._destroyed[event.rank] = event.text
         elif event.kind == "inquiry" and concerns_me:
             self._ledger.answer(number, self.where())
         elif event.kind == "verdict" and concerns_me and self.error is None:
@@ -198,7 +206,7 @@ class Correspondent:
 
     def _ask(self, members: Sequence[int], limit_s: float) -> dict[int, Place]:
         """Return the places of the ranks that answer in time; a limit below a moment is none."""
-        awaited = [rank for rank in members if rank not in self._left]
+        awaited = [rank for rank in members if rank not in self.gone]
         number = self._ledger.post(Event("inquiry", self.rank, members=tuple(members)))
         until = time.monotonic() + max(_ANSWER_S, limit_s)
         places: dict[int, Place] = {}

@@ -16,7 +16,7 @@ _DATA = re.compile(
     r"dataloader|data_loader|dataset|loader\.py| in \w*(load|fetch|collate|next_batch)\w*", re.IGNORECASE
 )
 _EVALUATION = re.compile(r" in \w*(eval|valid|test_step|sample|generate)\w*", re.IGNORECASE)
-_HAS_ENDED = (
+HAS_ENDED = (
     "it has left its loop and ended, so it had fewer batches than the others; give all ranks the same number of "
     "batches, or train inside ddp.join()"
 )
@@ -26,20 +26,21 @@ _SAVING = re.compile(r" in \w*(save|checkpoint)\w*|serialization\.py", re.IGNORE
 def diagnose(
     members: Sequence[int],
     places: Mapping[int, Place],
-    left: Sequence[int],
+    gone: Mapping[int, str],
     limit_s: float,
     asker: int,
     is_of_several_groups: bool = False,
 ) -> str:
     """Return what to tell all ranks: who waits, where every rank is, who is the odd one, and what is likely.
 
-    ``is_of_several_groups``: the ranks wait in different groups, so in which collective and pass they do says nothing.
+    ``gone``: ranks that take part no more, and why. ``is_of_several_groups``: the ranks wait in different groups, so in
+    which collective and pass they do says nothing.
     """
     mine = places.get(asker)
     waited_s = limit_s if mine is None or mine.waited_s is None else mine.waited_s
     lines = [f"rank {asker} has waited {waited_s:.1f} s for other ranks, and the soft limit is {limit_s:g} s"]
-    lines += [f"  rank {rank}: {_describe(places.get(rank), rank in left)}" for rank in members]
-    odd, cause = odd_ones(members, places, left, is_of_several_groups)
+    lines += [f"  rank {rank}: {_describe(places.get(rank), rank in gone)}" for rank in members]
+    odd, cause = odd_ones(members, places, gone, is_of_several_groups)
     if odd:
         lines.append(f"the odd one out is {name_of(odd)}: {cause}")
     else:
@@ -49,12 +50,12 @@ def diagnose(
 
 
 def odd_ones(
-    members: Sequence[int], places: Mapping[int, Place], left: Sequence[int], is_of_several_groups: bool = False
+    members: Sequence[int], places: Mapping[int, Place], gone: Mapping[int, str], is_of_several_groups: bool = False
 ) -> tuple[list[int], str]:
     """Return the ranks that are not where the others are, and the likely cause with its cure."""
-    gone = [rank for rank in members if rank in left]
-    if gone:
-        return gone, _HAS_ENDED
+    missing = [rank for rank in members if rank in gone]
+    if missing:
+        return missing, gone[missing[0]]
     silent = [rank for rank in members if rank not in places]
     if silent:
         return silent, (
@@ -68,7 +69,17 @@ def odd_ones(
     if alone and len(alone) < len(members) and not is_of_several_groups:
         return alone, _cause_of(places[alone[0]])
     odd, cause = _unlike_the_others(members, places, is_of_several_groups)
-    return (list(left), _HAS_ENDED) if left and not odd else (odd, cause)
+    return (sorted(gone), gone[min(gone)]) if gone and not odd else (odd, cause)
+
+
+def has_destroyed(error: str) -> str:
+    """Return what to say of a rank that has destroyed its group; ``error`` was on its way then, if any."""
+    if error:
+        return f"it has destroyed its process group after {error}"
+    return (
+        "it has destroyed its process group: if it has failed, its output says of what; else give all ranks the same "
+        "number of batches, or train inside ddp.join()"
+    )
 
 
 def name_of(ranks: Sequence[int]) -> str:
@@ -135,9 +146,9 @@ def _cause_of(place: Place) -> str:
     )
 
 
-def _describe(place: Place | None, has_left: bool) -> str:
-    if has_left:
-        return "has ended"
+def _describe(place: Place | None, is_gone: bool) -> str:
+    if is_gone:
+        return "takes part no more"
     if place is None:
         return "no answer"
     doing = [place.loop] if place.loop else []

@@ -20,6 +20,12 @@ def told(error: BaseException) -> str:
     return str(error) + "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
 
 
+def in_a_line(error: BaseException) -> str:
+    """Return an exception's class and text, as a traceback ends."""
+    text = told(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 def _can_open() -> bool:
     try:
         os.close(os.dup(2))

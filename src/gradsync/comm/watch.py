@@ -42,6 +42,7 @@ from gradsync.comm.correspondent import HURRY_S, Correspondent
 from gradsync.comm.diagnosis import diagnose
 from gradsync.comm.ledger import BEFORE_FIRST_PASS, Event, Ledger, Place
 from gradsync.comm.other_wait import OtherWait
+from gradsync.comm.remarks import in_a_line
 from gradsync.comm.standstill import Standstill, is_in_collective, stack_of
 from gradsync.comm.store import is_served_by_launcher
 from gradsync.errors import GradsyncError, StalledError
@@ -179,8 +180,15 @@ class Watch(Correspondent):
                 return
         if self._is_group_gone():
             with suppress(Exception):  # the store may be gone, and with it all who could hear of it
-                self._ledger.post(Event("destroyed", self.rank))
+                self._ledger.post(Event("destroyed", self.rank, self._error_on_its_way()))
             self._stay_for_last_words()
+
+    def _error_on_its_way(self) -> str:
+        active = sys._current_exceptions().get(self._waiter or 0)
+        error = active[1] if isinstance(active, tuple) else active  # of Python 3.11, and later
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            return ""
+        return in_a_line(error)
 
     def _stay_for_last_words(self) -> None:
         """Keep the store while an exception on its way destroys the group (``finally``); its text is to be heard yet.
@@ -270,7 +278,7 @@ class Watch(Correspondent):
         is_strict = self.when_stuck is not None or self._standstill.is_of_training
         if self._other_wait is None or self._other_wait.since_s != since_s:
             self._other_wait = OtherWait(since_s, self.soft_limit_s, is_strict)
-        everyone, here = range(self.world), [rank for rank in range(self.world) if rank not in self._left]
+        everyone, here = range(self.world), [rank for rank in range(self.world) if rank not in self.gone]
         # a user's group may do without those that have ended in peace, though not with one rank alone
         self._other_wait.members = list(everyone if self.when_stuck is not None or len(here) == 1 else here)
         return self._other_wait
@@ -299,7 +307,7 @@ class Watch(Correspondent):
 
     def _limit_of(self, waiting: "Wait") -> float:
         """Who has ended will not come any more, however long one waits."""
-        has_hope = self._left.isdisjoint(waiting.members)
+        has_hope = self.gone.keys().isdisjoint(waiting.members)
         return waiting.limit_s if has_hope else min(waiting.limit_s or _AFTER_LEAVING_S, _AFTER_LEAVING_S)
 
     def _inquire(self, waiting: "Wait") -> None:
@@ -321,7 +329,7 @@ class Watch(Correspondent):
                 waiting.patient_until_s = time.monotonic() + patience_s
                 return
         is_wider = len(members) > len(waiting.members)
-        text = diagnose(members, places, sorted(self._left), waiting.limit_s, self.rank, is_wider)
+        text = diagnose(members, places, self.gone, waiting.limit_s, self.rank, is_wider)
         self._ledger.post(Event("verdict", self.rank, text, members=tuple(members)))
         self._read()
 
