@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from gradsync.comm.aftermath import is_aftermath
-from gradsync.comm.remarks import add_remark
+from gradsync.comm.remarks import add_remark, in_a_line
 from gradsync.comm.standstill import stack_of
 from gradsync.comm.watch import set_last_resort
 from gradsync.comm.watches import stop_all, watch_of_last_world, watch_of_world
@@ -129,8 +129,8 @@ class _ThreadsWords:
     def __call__(self, ended: threading.ExceptHookArgs) -> None:
         self._previous(ended)
         watch = watch_of_world() if os.getpid() == _owner and _is_a_rank() else None
-        if watch is not None:
-            watch.mishap = f"{ended.exc_type.__name__}: {ended.exc_value}"
+        if watch is not None and ended.exc_value is not None:
+            watch.mishap = in_a_line(ended.exc_value)
 
 
 def _at_exit(words: _LastWords) -> None:
