@@ -27,9 +27,14 @@ def environment() -> dict[str, str]:
 
 
 def gradsync(*arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
-    """Run a command to its end."""
+    """Run a command of ours to its end."""
+    return python("-m", "gradsync", *arguments, cwd=cwd)
+
+
+def python(*arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
+    """Run Python to its end."""
     return subprocess.run(
-        [sys.executable, "-m", "gradsync", *arguments],
+        [sys.executable, *arguments],
         cwd=cwd,
         env=environment(),
         capture_output=True,

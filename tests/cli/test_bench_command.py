@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import TIMEOUT_S, environment, running
+from commands import TIMEOUT_S, environment, python, running
 
 from gradsync.bench.rounds import Contestant, Timing
 from gradsync.bench.variants import Variant
@@ -123,16 +123,9 @@ def test_wrong_usage_is_said_in_one_line(arguments, capsys):
 
 @pytest.mark.slow
 def test_under_a_launcher_its_ranks_are_measured_and_the_first_speaks(tmp_path):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--"]
     command = [*launcher, "gradsync", "bench", "--workload", "toy", "--rounds", "1", "--only", "gradsync/gloo"]
-    done = subprocess.run(
-        [*command, "--nproc", "7", "--json", "out.json"],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    done = python(*command, "--nproc", "7", "--json", "out.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("toy: 2 processes") == 1
     assert json.loads((tmp_path / "out.json").read_text())["workloads"][0]["nproc"] == 2

@@ -1,10 +1,7 @@
 """A path that the user names and that does not exist is wrong usage, whatever the command: one line, exit code 2."""
 
-import subprocess
-import sys
-
 import pytest
-from commands import TIMEOUT_S, environment
+from commands import python
 
 from gradsync.cli.main import main
 from training_jobs import options_for, train, write_text
@@ -95,13 +92,6 @@ def test_it_is_refused_before_torch_is_imported(folder):
         "prepare nowhere --out out",
         "doctor --json nowhere/findings.json",
     ]
-    done = subprocess.run(
-        [sys.executable, "-c", _WITHOUT_TORCH, *lines],
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    done = python("-c", _WITHOUT_TORCH, *lines, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert len(done.stderr.splitlines()) == len(lines), done.stderr

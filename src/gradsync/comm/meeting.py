@@ -23,6 +23,7 @@ from datetime import timedelta
 from typing import Any
 
 from gradsync.comm.combine import Bytes
+from gradsync.comm.remarks import file_limit, has_met_limit
 from gradsync.comm.segment import Segment, map_peer
 from gradsync.errors import BackendError, GradsyncError
 
@@ -246,7 +247,7 @@ def _absence(rank: int) -> str:
 
 
 def _as_backend_error(error: Exception, name: str) -> Exception:
-    has_too_many = os.strerror(errno.EMFILE) in str(error)  # gloo tells it in a RuntimeError
+    has_too_many = has_met_limit(error)
     if isinstance(error, GradsyncError) or not (has_too_many or isinstance(error, OSError)):
         return error
     remedy = f"; {_few_descriptors()}" if has_too_many else ""
@@ -254,12 +255,9 @@ def _as_backend_error(error: Exception, name: str) -> Exception:
 
 
 def _few_descriptors() -> str:
-    import resource  # not on every system on which this module is imported
-
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
-        f"every peer takes three or four descriptors in each group, and this process may have {limit} files open: "
-        "raise the limit (ulimit -n), or destroy groups that are not needed any more"
+        "every peer takes three or four descriptors in each group, and this process may have "
+        f"{file_limit()} files open: raise the limit (ulimit -n), or destroy groups that are not needed any more"
     )
 
 

@@ -9,10 +9,22 @@ import os
 
 def add_remark(error: BaseException) -> None:
     """Note on an exception, which its traceback shows then, that no file could be opened any more."""
-    is_told = os.strerror(errno.EMFILE) in str(error)  # some have been closed meanwhile, perhaps
-    remark = _full() if is_told or not _can_open() else ""
+    # some have been closed meanwhile, perhaps
+    remark = _full() if has_met_limit(error) or not _can_open() else ""
     if remark and remark not in getattr(error, "__notes__", ()):
         error.add_note(remark)
+
+
+def has_met_limit(error: BaseException) -> bool:
+    """Whether an error says that too many files are open; gloo tells it in a RuntimeError."""
+    return os.strerror(errno.EMFILE) in str(error)
+
+
+def file_limit() -> int:
+    """Return how many files this process may have open."""
+    import resource  # not on every system on which this module is imported
+
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def told(error: BaseException) -> str:
@@ -35,7 +47,4 @@ def _can_open() -> bool:
 
 
 def _full() -> str:
-    import resource  # not on every system on which this module is imported
-
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return f"this process has all {limit} files open that it may: raise the limit (ulimit -n), or close some"
+    return f"this process has all {file_limit()} files open that it may: raise the limit (ulimit -n), or close some"
