@@ -18,15 +18,17 @@ does is told from the line it stands in.
 import linecache
 import os
 import re
-import sys
 import threading
 import time
+from itertools import takewhile
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from gradsync.comm.frames import frames_of
 
 _STACK_LINES = 6
 _COMM = os.path.join(Path(__file__).parent, "")
@@ -69,7 +71,7 @@ class Standstill:
         """See what the thread does now; ``mark`` is what it says itself of what it does."""
         now = time.monotonic()
         mark = (mark, _issued())
-        frames = _frames_of(self._thread)
+        frames = _frames_outside(self._thread)
         call = tuple((id(frame), frame.f_lasti) for frame in frames)
         name = _collective_of(frames)
         self.is_of_training = any(frame.f_code.co_filename == _JOIN or _is_batchnorm(frame) for frame in frames)
@@ -86,20 +88,20 @@ class Standstill:
 
 def is_in_collective(thread: int | None) -> bool:
     """Whether a thread is in some collective at this moment."""
-    return bool(_collective_of(_frames_of(thread)))
+    return bool(_collective_of(_frames_outside(thread)))
 
 
 def stack_of(thread: int | None) -> tuple[str, ...]:
     """Return the last lines of a thread's stack, outermost first; the inside of torch and the engine is left out."""
-    frame = sys._current_frames().get(thread or 0)
     lines: list[str] = []
-    while frame is not None and len(lines) < _STACK_LINES:
+    for frame in frames_of(thread):
         path, number, name = frame.f_code.co_filename, _line_of(frame), frame.f_code.co_name
         is_inside = path.startswith(_ENGINE) or (path.startswith(_TORCH) and bool(lines))
         if not is_inside and not path.startswith("<frozen") and path != threading.__file__:
             source = linecache.getline(path, number).strip()
             lines.append(f"{Path(path).name}:{number} in {name}{': ' if source else ''}{source}")
-        frame = frame.f_back
+        if len(lines) == _STACK_LINES:
+            break
     return tuple(reversed(lines))
 
 
@@ -118,16 +120,11 @@ def _num_issued(group: Any) -> int:
         return 0
 
 
-def _frames_of(thread: int | None) -> list[FrameType]:
+def _frames_outside(thread: int | None) -> list[FrameType]:
     """Return the frames of a thread, innermost first; what is inside our own groups counts as one frame."""
-    frame = sys._current_frames().get(thread or 0)
-    frames: list[FrameType] = []
-    while frame is not None:
-        if len(frames) == 1 and all(each.f_code.co_filename.startswith(_COMM) for each in (frames[0], frame)):
-            frames.clear()
-        frames.append(frame)
-        frame = frame.f_back
-    return frames
+    frames = frames_of(thread)
+    inside = list(takewhile(lambda frame: frame.f_code.co_filename.startswith(_COMM), frames))
+    return inside[-1:] + frames[len(inside) :]
 
 
 def _collective_of(frames: list[FrameType]) -> str:

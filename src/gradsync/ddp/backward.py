@@ -7,10 +7,13 @@ caller is looked up on the Python stack of the thread that started the backward.
 
 import sys
 import threading
+from collections.abc import Iterable, Iterator
 from types import FrameType
 
 import torch
 import torch.distributed as dist
+
+from gradsync.comm.frames import frames_of
 
 _BACKWARD = torch.autograd.backward.__code__
 _GRAD = torch.autograd.grad.__code__
@@ -22,9 +25,9 @@ def is_accumulating(forward_thread: int) -> bool:
     False for ``torch.autograd.grad`` and for ``backward(inputs=...)``. ``forward_thread`` is the thread that ran
     forward, looked at when autograd calls from a thread of its own.
     """
-    here = _innermost(sys._getframe())
+    here = _innermost(_outwards(sys._getframe()))
     if here is None and threading.get_ident() != forward_thread:
-        here = _innermost(sys._current_frames().get(forward_thread))
+        here = _innermost(frames_of(forward_thread))
     if here is None:
         return True
     return here.f_code is _BACKWARD and here.f_locals.get("inputs") is None
@@ -41,7 +44,11 @@ def in_distributed_autograd() -> bool:
     return True
 
 
-def _innermost(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and frame.f_code not in (_BACKWARD, _GRAD):
+def _innermost(frames: Iterable[FrameType]) -> FrameType | None:
+    return next((frame for frame in frames if frame.f_code in (_BACKWARD, _GRAD)), None)
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
         frame = frame.f_back
-    return frame
