@@ -14,6 +14,7 @@ class EndlessWait:
     limit_s: float = 0.2
     members: tuple[int, ...] = (0, 1)
     thread: int | None = None
+    is_strict: bool = True
     answer_limits: float = 0.0
     interrupted: list[GradsyncError] = field(default_factory=list)
 

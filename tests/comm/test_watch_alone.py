@@ -69,9 +69,12 @@ def test_a_wait_beyond_the_limit_ends_without_the_store(watch: Watch, store: Sto
 
 
 @pytest.mark.parametrize("mood", ["breaks", "is silent"])
-def test_a_wait_within_the_limit_goes_on_without_the_store(watch: Watch, store: Store, mood: str) -> None:
+@pytest.mark.parametrize(("limit_s", "is_strict"), [(1e9, True), (0.2, False)])
+def test_a_wait_within_the_limit_or_of_the_users_own_goes_on_without_the_store(
+    watch: Watch, store: Store, mood: str, limit_s: float, is_strict: bool
+) -> None:
     store.mood = mood
-    wait = EndlessWait(limit_s=1e9)
+    wait = EndlessWait(limit_s=limit_s, is_strict=is_strict)
     watch.waiting = wait  # type: ignore[assignment]
     watch.start()
     until(lambda: watch._loss is not None if mood == "breaks" else watch._ledger.open_call)

@@ -61,7 +61,8 @@ class Step:
     """One step of all ranks.
 
     ``ending``: "one" backward of all last forwards together, "each" its own, "twice" through one graph, or
-    "on demand" by ``sync_gradients()``. ``clears``: how gradients of the step before were cleared.
+    "on demand" by ``sync_gradients()``. ``clears``: how gradients of the step before were cleared; ``discards``: how
+    those of its own unsynchronised backwards are, if they are.
     """
 
     windows: tuple[Window, ...]
@@ -70,6 +71,7 @@ class Step:
     frozen: frozenset[int] = frozenset()
     evaluates: str = "never"
     blows: bool = False
+    discards: str = "never"
 
 
 @dataclass(frozen=True)
@@ -232,6 +234,8 @@ def run_window(model: nn.Module, program: Program, step: int, rank: int) -> None
     for number, way in enumerate(window.unsynced):
         with _without_synchronisation(model, program):
             sum(_loss_parts(model, program, step, rank, number, way)).backward()  # type: ignore[union-attr]
+    if plan.discards != "never":
+        model.zero_grad(set_to_none=plan.discards == "none")
     if plan.ending == "on demand":
         if is_wrapped(model):
             model.sync_gradients()  # type: ignore[operator]
@@ -284,6 +288,8 @@ def train(rank: int, world: int, program: Program, is_sharded: bool = False) -> 
             _blow_up(ddp, program, number, rank)
             optimizer.zero_grad()
         _evaluate(ddp, program, step, rank)
+        if step.discards != "never":
+            reference.optimizer.zero_grad(set_to_none=step.discards == "none")
         run_window(ddp, program, number, rank)
         reference.run(lambda model, r, s: run_window(model, program, s, r), number, _divisor(program, number))
         _compare(ddp.module, reference.module, rank, number, optimizer.full_gradient if is_sharded else _gradient)

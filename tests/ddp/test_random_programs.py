@@ -2,7 +2,8 @@
 
 What is drawn: blocks that differ per rank and step, shared and repeated blocks, both kinds of checkpoints,
 accumulation (of other lengths on each rank), several backwards, frozen blocks, outputs and side losses that are
-left out, buffers, odd parameters, sparse tables, gradients that are kept, lone evaluation, backwards that raise.
+left out, buffers, odd parameters, sparse tables, gradients that are kept or cleared early, lone evaluation, backwards
+that raise.
 """
 
 import pytest
@@ -68,6 +69,7 @@ def _steps(
         frozen=draw(st.frozensets(st.integers(0, num_blocks - 1), max_size=2)) if draw(st.booleans()) else frozenset(),
         evaluates=draw(st.sampled_from(["never", "never", "on rank 0", "everywhere", "with grad"])),
         blows=clears == "none" and draw(st.integers(0, 4)) == 0,
+        discards=draw(st.sampled_from(["never", "never", "never", "none", "zeros"])),
     )
 
 

@@ -207,3 +207,82 @@ def _join_with_weights(rank: int, world: int) -> str:
 
 def test_join_with_weights(ranks: RankPool) -> None:
     assert_equal_replicas(ranks(_join_with_weights))
+
+
+def _summed_over_windows(rank: int, world: int, reduction: str, freezes: bool, between: str) -> list[float]:
+    """A pass; perhaps one with the layer frozen; a backward of each rank alone; something in between; a pass."""
+    layer = nn.Linear(1, 1, bias=False)
+    other = nn.Linear(1, 1, bias=False)
+    ddp = DistributedDataParallel(nn.Sequential(layer, other), reduction=reduction)
+    nn.init.ones_(other.weight)
+
+    def backward(value: float, synchronises: bool = True) -> None:
+        if reduction == "weighted":
+            ddp.add_gradient_weight(0.5)
+        with contextlib.nullcontext() if synchronises else ddp.no_sync():
+            ddp(torch.full((1, 1), float(value))).sum().backward()
+
+    backward(1)
+    if freezes:
+        layer.requires_grad_(False)
+        backward(0)
+        layer.requires_grad_(True)
+    backward(10 * (rank + 1), synchronises=False)
+    if between == "halves":
+        layer.weight.grad.mul_(0.5)
+    elif between != "nothing":
+        ddp.zero_grad(set_to_none=between == "drops")
+    backward(100)
+    assert isinstance(layer.weight.grad, torch.Tensor)
+    result: list[float] = layer.weight.grad.flatten().tolist()
+    return result
+
+
+# By sums: 1 + 1, 10 + 20, 100 + 100. By weights of one half a backward: 2 / 1, and the rest by 2.
+@pytest.mark.parametrize("freezes", [False, True])
+@pytest.mark.parametrize(
+    ("reduction", "between", "expected"),
+    [
+        ("sum", "nothing", 232),
+        ("sum", "drops", 200),
+        ("sum", "zeroes", 200),
+        ("weighted", "nothing", 117),
+        ("weighted", "drops", 100),
+        ("weighted", "zeroes", 100),
+    ],
+)
+def test_what_lies_under_an_unsynchronised_gradient_is_kept_or_cleared_with_it(
+    ranks: RankPool, reduction: str, freezes: bool, between: str, expected: float
+) -> None:
+    assert ranks(_summed_over_windows, reduction, freezes, between) == [[expected]] * 2
+
+
+@pytest.mark.parametrize("freezes", [False, True])
+def test_a_gradient_that_is_changed_over_one_that_was_reduced_is_an_error(ranks: RankPool, freezes: bool) -> None:
+    for outcome in ranks.run_expecting(_summed_over_windows, "sum", freezes, "halves"):
+        assert outcome.type_name == "ContractError"
+        assert "was changed under no_sync(), on top of a gradient that was already reduced" in outcome.text
+
+
+def _summed_after_a_failure(rank: int, world: int) -> list[float]:
+    """A pass; a backward that raises on every rank after its gradient has arrived; a pass."""
+    layer = nn.Linear(1, 1, bias=False)
+    ddp = DistributedDataParallel(layer, reduction="sum")
+    ddp(torch.ones(1, 1)).sum().backward()
+    handle = layer.weight.register_post_accumulate_grad_hook(_fail)
+    with pytest.raises(ZeroDivisionError):
+        ddp(torch.ones(1, 1)).sum().backward()
+    handle.remove()
+    ddp.zero_grad()
+    ddp(torch.full((1, 1), 100.0)).sum().backward()
+    assert layer.weight.grad is not None
+    result: list[float] = layer.weight.grad.flatten().tolist()
+    return result
+
+
+def _fail(_: torch.Tensor) -> None:
+    raise ZeroDivisionError
+
+
+def test_a_backward_that_raised_leaves_no_sum_behind(ranks: RankPool) -> None:
+    assert ranks(_summed_after_a_failure) == [[200.0]] * 2

@@ -1,8 +1,6 @@
 """What every rank of ``gradsync bench`` runs; started by the command, or by torchrun."""
 
-import importlib
 import os
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,8 +83,6 @@ def _collectives(job: CollectivesJob) -> CollectivesResult:
 def _workload(job: BenchJob) -> Workload:
     if job.model is None:
         return WORKLOADS[job.workload]()
-    sys.path.insert(0, os.getcwd())
-    importlib.invalidate_caches()
     return workload_of_factory(job.model)
 
 

@@ -3,10 +3,8 @@
 Returns plain numbers; the command puts the ranks' together and writes the page.
 """
 
-import importlib
 import os
 import socket
-import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -234,8 +232,6 @@ def _workload(model: str) -> Workload:
     if model == "gpt":
         config = GPT2Config(num_layers=4, num_heads=4, width=128, context=64, vocab_size=257)
         return Workload("GPT", partial(GPT2, config), _tokens, _token_loss, torch.optim.AdamW, {"lr": 1e-3})
-    sys.path.insert(0, os.getcwd())
-    importlib.invalidate_caches()
     return workload_of_factory(model)
 
 

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
@@ -103,9 +104,8 @@ def check_model(path: str) -> None:
         ConfigError: it cannot.
     """
     top = path.partition(":")[0].partition(".")[0]
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    if top and top not in sys.modules and importlib.util.find_spec(top) is None:
+    is_here = bool(top) and PathFinder.find_spec(top, [os.getcwd()]) is not None
+    if top and not is_here and top not in sys.modules and importlib.util.find_spec(top) is None:
         raise ConfigError(f"--model {path}: No module named {top!r}; give MODULE:FUNCTION, importable from this folder")
 
 

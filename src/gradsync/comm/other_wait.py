@@ -27,11 +27,11 @@ class OtherWait:
         self.members: list[int] = []
         self.limit_s = limit_s
         self.answer_limits = STRICT_ANSWER_LIMITS if is_strict else _LENIENT_ANSWER_LIMITS
-        self._is_strict = is_strict
+        self.is_strict = is_strict
 
     def patience_with(self, places: Mapping[int, Place]) -> float:
         """Return how long to wait before asking again, by where the others are."""
-        if not self._is_strict:
+        if not self.is_strict:
             return self.limit_s
         return self.limit_s - min(place.still_s for place in places.values())
 

@@ -30,6 +30,7 @@ T = TypeVar("T")
 class Waits:
     """How one engine waits for the works of its group; without a group, for all ranks of the watch."""
 
+    is_strict = True
     answer_limits = STRICT_ANSWER_LIMITS
 
     def __init__(self, group: Any, watch: Watch | None, limit_s: float | None) -> None:

@@ -72,6 +72,8 @@ class Wait(Protocol):
     members: list[int]
     thread: int | None
     """The thread of this process for whose end this rank waits, if it is that."""
+    is_strict: bool
+    """Whether it may not last beyond the limit for want of another rank; see [Note: Other collectives]."""
     answer_limits: float
     """How many soft limits the others may take to answer, though at least a moment."""
 
@@ -254,8 +256,7 @@ class Watch(Correspondent):
         if waiting is None:
             return
         waited_s = time.monotonic() - waiting.since_s
-        is_minded = waiting is self.waiting or self.when_stuck is not None
-        if self.error is None and is_minded and 0 < self._limit_of(waiting) < waited_s:
+        if self.error is None and waiting.is_strict and 0 < self._limit_of(waiting) < waited_s:
             whose = "the launcher serves it" if is_served_by_launcher() else "rank 0 serves it"
             self.error = StalledError(
                 f"rank {self.rank}: has waited {waited_s:.1f} s for other ranks in {self.spot()}, and the soft limit "

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from gradsync.ddp.carried import CarriedSums
+
 
 class GradientReceiver(Protocol):
     """What is told of gradients; parameters go by their index."""
@@ -22,6 +24,13 @@ class GradientReceiver(Protocol):
 
     def carry(self, index: int) -> None:
         """A contribution is about to be accumulated."""
+
+    def carry_retired(self, parameter: torch.Tensor) -> None:
+        """A contribution to a parameter without an index is about to be accumulated."""
+
+    @property
+    def carried(self) -> CarriedSums:
+        """The sums that are aside."""
 
 
 class ParameterHooks:
@@ -33,6 +42,7 @@ class ParameterHooks:
         self._after: list[tuple[dict[int, Any], int]] = []
         self._only_written = bytearray()
         self._written: list[int] = []
+        self._unplanned: set[int] = set()
         self._next_handle = -1
         weakref.finalize(receiver, _remove, self._handles).atexit = False
 
@@ -48,8 +58,29 @@ class ParameterHooks:
             if before_too:
                 self._handles.append(parameter.register_hook(self._before_hook(index)))  # type: ignore[no-untyped-call]
 
+    def register_unplanned(self, parameter: torch.Tensor) -> None:
+        """Watch, until ``register`` or ``remove``, a parameter without an index as well, before and after."""
+        if id(parameter) in self._unplanned:
+            return
+        self._unplanned.add(id(parameter))
+        receiver, itself = self._receiver, weakref.ref(parameter)
+
+        def before(_: torch.Tensor) -> None:
+            alive, parameter = receiver(), itself()
+            if alive is not None and parameter is not None:
+                alive.carry_retired(parameter)
+
+        def after(parameter: torch.Tensor) -> None:
+            alive = receiver()
+            if alive is not None:
+                alive.carried.leave(parameter)
+
+        self._handles.append(parameter.register_hook(before))  # type: ignore[no-untyped-call]
+        self._handles.append(parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
+
     def remove(self) -> None:
         """Watch nothing any more."""
+        self._unplanned.clear()
         _remove(self._handles)
         self._after.clear()
 

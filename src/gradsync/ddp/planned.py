@@ -14,6 +14,7 @@ from torch import nn
 from gradsync.comm.groups import Group
 from gradsync.ddp.agreement import NamedParameter, plan_digest
 from gradsync.ddp.bucket import Bucket, local_grad, local_tensor
+from gradsync.ddp.carried import CarriedSums
 from gradsync.ddp.comm_hooks import HookedCollective
 from gradsync.ddp.control import num_words
 from gradsync.ddp.engine_groups import EngineGroups
@@ -50,6 +51,7 @@ class Planned:
         self.sparse_results: dict[int, torch.Tensor] = {}
         self.retired_results: list[tuple[nn.Parameter, torch.Tensor]] = []
         """Parameters that are planned no more but still hold what a pass left there, with that gradient."""
+        self.carried = CarriedSums(self.rank)
         self.touched = bytearray()
         """For each parameter, whether anything was accumulated since it was last synchronised."""
         self._hooks = ParameterHooks(self)
@@ -104,7 +106,6 @@ class Planned:
         self.sparse_results = {
             index: sparse_results[id(p)] for index, p in enumerate(self.parameters) if id(p) in sparse_results
         }
-        self._carried: dict[int, torch.Tensor] = {}
         self.watch.accept()
         self._register_hooks()
         self.readiness = Readiness(len(named))
@@ -124,6 +125,25 @@ class Planned:
         self.retired_results = [
             (p, grad) for p, grad in (*self.retired_results, *leaving) if id(p) not in planned and local_grad(p) is grad
         ]
+
+    @property
+    def carries_sums(self) -> bool:
+        """Whether a gradient that a pass has left must be kept apart from what is added to it; see ``carried``."""
+        return self.settings.reduction is not Reduction.MEAN and self.sharding is None
+
+    def watch_returning(self) -> None:
+        """Watch parameters that are trained again, but will be planned with the next pass only."""
+        if not self.retired_results or not self.carries_sums or self._is_detached:
+            return
+        for parameter, _ in self.retired_results:
+            if parameter.requires_grad:
+                self._hooks.register_unplanned(parameter)
+
+    def carry_retired(self, parameter: torch.Tensor) -> None:
+        """As ``carry``, for a parameter that is not planned."""
+        self.carried.review(parameter, f"the unfrozen parameter of shape {tuple(parameter.shape)}")
+        if any(p is parameter and local_grad(p) is result for p, result in self.retired_results):
+            self.carried.put_aside(parameter)
 
     def _plan_for(self, order: Iterable[int]) -> Plan:
         slicing = None if self.sharding is None else self.sharding.slicing
@@ -189,8 +209,7 @@ class Planned:
     def _register_hooks(self) -> None:
         if self._is_detached:
             return
-        carries = self.settings.reduction is not Reduction.MEAN and self.sharding is None
-        self._hooks.register(self.parameters, before_too=carries)
+        self._hooks.register(self.parameters, before_too=self.carries_sums)
 
     def detach(self) -> None:
         """Synchronise no gradient any more."""
@@ -208,6 +227,7 @@ class Planned:
         self.touched = bytearray(id(p) in touched for p in self.parameters)
         for bucket in self.buckets:
             bucket.adopt(other._results())
+        self.carried = other.carried
         self.synchronizes = other.synchronizes
 
     def use_hook(self, hook: HookedCollective) -> None:

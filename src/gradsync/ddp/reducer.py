@@ -24,7 +24,7 @@ the callback runs on the thread that called backward, after its streams have bee
 
 [Note: Averaging] Each rank scales its own contribution by 1/world before the sum, so that float16 cannot
 overflow in it. A pass whose gradients already hold an average keeps it: the mean of equal values is the
-value. That is not so for sums, where the part that is already synchronised is put aside (``_carried``).
+value. That is not so for sums, where the part that is already synchronised is put aside (``carried``).
 
 [Note: no_sync] Whether to synchronise is read when backward starts. Without synchronisation hooks only
 note which parameters were touched; the next pass reduces what has accumulated, whole.
@@ -58,7 +58,7 @@ from gradsync.ddp.agreement import (
     raise_other_change,
 )
 from gradsync.ddp.backward import is_accumulating
-from gradsync.ddp.bucket import Bucket, local_grad, local_tensor
+from gradsync.ddp.bucket import Bucket, local_tensor
 from gradsync.ddp.compiler import refuse_compiled_autograd
 from gradsync.ddp.control import (
     WORD_LIMIT,
@@ -114,7 +114,6 @@ class Reducer(Planned, ReducerSurface):
         self._graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()
         self._change: list[NamedParameter] | None = None
         self._converted: dict[int, torch.Tensor | None] = {}
-        self._carried_retired: dict[int, torch.Tensor] = {}
         self._begin_s = self._backward_s = 0.0
         super().__init__(watch, groups, settings, is_attached)
 
@@ -225,6 +224,7 @@ class Reducer(Planned, ReducerSurface):
         """Take note of a contribution; launch what it completes."""
         if (self._pass is None or self._pass() is None) and not self._begin_once():
             self.touched[index] = 1
+            self.carried.leave(self.parameters[index])
             return
         self.touched[index] = 1
         self._counts[index] += 1
@@ -292,36 +292,26 @@ class Reducer(Planned, ReducerSurface):
         return self.settings.reduction is Reduction.MEAN and (self.hook is None or not self.hook.divides)
 
     def _put_carried_aside(self, indices: Iterable[int]) -> None:
-        if self.settings.reduction is Reduction.MEAN or self.sharding is not None:
+        if not self.carries_sums:
             return
         for index in indices:
-            if not self.touched[index]:
+            if self.touched[index]:
+                self.carried.review(self.parameters[index], self.names[index])
+            else:
                 self.carry(index)
 
     def carry(self, index: int) -> None:
         """Before anything is added to a gradient that is already a sum over all ranks, put that sum aside."""
         parameter = self.parameters[index]
+        self.carried.review(parameter, self.names[index])
         if parameter.grad is not None and self.holds_result(index):
-            self._carried[index] = parameter.grad
-            parameter.grad = None
+            self.carried.put_aside(parameter)
 
     def _carry_retired(self) -> None:
         """Put aside the sums over all ranks that parameters have kept while they were not planned."""
-        self._carried_retired = {}
-        if self.settings.reduction is Reduction.MEAN or self.sharding is not None:
-            return
-        for parameter, result in self.retired_results:
-            if parameter.requires_grad and local_grad(parameter) is result:
-                self._carried_retired[id(parameter)] = result
-                parameter.grad = None
-
-    def take_carried_retired(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return the sum that was put aside for a parameter not in the plan; it is the caller's from now on."""
-        return self._carried_retired.pop(id(parameter), None)
-
-    def take_carried(self, index: int) -> torch.Tensor | None:
-        """Return the sum that was put aside for this parameter, if any; it is the caller's from now on."""
-        return self._carried.pop(index, None)
+        for parameter, _ in self.retired_results if self.carries_sums else ():
+            if parameter.requires_grad:
+                self.carry_retired(parameter)
 
     def _read_written(self) -> None:
         """Take note of the contributions that nothing was waiting for, which the hooks have only written down."""
@@ -507,6 +497,7 @@ class Reducer(Planned, ReducerSurface):
     def _drop_gradients(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
+        self.carried.forget()
         self.touched = bytearray(len(self.parameters))
 
     def _add_late(self, words: ControlWords) -> None:
@@ -557,8 +548,8 @@ class Reducer(Planned, ReducerSurface):
     def _write_back(self, words: ControlWords) -> None:
         all_used = words.num_used_least > 0
         for bucket in self.buckets:
-            for index in bucket.plan.indices if self._carried else ():
-                carried = self.take_carried(index)
+            for index in bucket.plan.indices if self.carried else ():
+                carried = self.carried.take(self.parameters[index])
                 if carried is None:
                     continue
                 if words.used[index]:

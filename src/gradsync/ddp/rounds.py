@@ -55,7 +55,7 @@ def reduce_newcomers(
 def _add_carried(reducer: "Reducer", bucket: Bucket, has_grad: torch.Tensor) -> None:
     """Put sums of earlier passes, which all ranks have alike, back under what was added to them in this one."""
     for index, parameter in zip(bucket.plan.indices, bucket.parameters, strict=True):
-        carried = reducer.take_carried_retired(parameter)
+        carried = reducer.carried.take(parameter)
         if carried is not None and has_grad[index] > 0:
             bucket.view_of(index).add_(carried)
         elif carried is not None:
@@ -70,7 +70,7 @@ def reduce_sparse(reducer: "Reducer", words: ControlWords) -> None:
     """
     used = [i for i in reducer.plan.sparse if words.used[i] > 0]
     for index in set(reducer.plan.sparse).difference(used):
-        untouched = reducer.take_carried(index)
+        untouched = reducer.carried.take(reducer.parameters[index])
         if untouched is not None:
             reducer.parameters[index].grad = untouched
     factor = reducer.mean_scale * reducer.late_factor(words)
@@ -84,7 +84,7 @@ def reduce_sparse(reducer: "Reducer", words: ControlWords) -> None:
             parameter.grad = _reduce_dense(reducer.group, parameter, grad, factor)
         else:
             parameter.grad = _gather_sparse(reducer.group, parameter, grad, lengths, factor)
-        carried = reducer.take_carried(index)
+        carried = reducer.carried.take(parameter)
         if carried is not None:
             parameter.grad = parameter.grad + carried
         reducer.sparse_results[index] = parameter.grad

@@ -1,7 +1,9 @@
 """The user's own model, from a function of theirs. Knows nothing of ranks."""
 
 import importlib
+import os
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -59,6 +61,9 @@ def _checked(path: str, loss: Any) -> Tensor:
 def _find(path: str) -> Callable[[], Any]:
     module_name, _, function_name = path.partition(":")
     remedy = "give MODULE:FUNCTION, importable from this folder"
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    importlib.invalidate_caches()  # it may have been written a moment ago
     try:
         module = importlib.import_module(module_name)
     except (ModuleNotFoundError, ValueError) as error:

@@ -7,7 +7,6 @@ is the loss and the gradient norm of every step, and every parameter after the l
 import math
 import os
 import pickle
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -89,7 +88,6 @@ def run_cases(job: ProofJob) -> None:
     """Run the cases one after the other on the ranks of this launch; a case that fails ends all of it."""
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
-    sys.path.insert(0, os.getcwd())
     device = device_of(job.device_type)
     subject: Subject = GPTSubject() if job.model is None else UserSubject(job.model)
     reference = run_plainly(subject, job.num_steps, device) if rank == 0 else None
