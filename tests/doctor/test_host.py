@@ -47,6 +47,12 @@ def test_loopback_is_a_problem_between_hosts_alone(monkeypatch: pytest.MonkeyPat
     assert found(monkeypatch, 2, 2, GLOO_SOCKET_IFNAME="lo")["interfaces"].level.value == "ok"
 
 
+def test_launchers_that_meet_at_loopback_are_on_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    assert "name" in found(monkeypatch, 2, 1, MASTER_ADDR="10.0.0.1")
+    assert "name" not in found(monkeypatch, 2, 1, MASTER_ADDR="127.0.0.1")
+
+
 def test_a_name_that_resolves_to_loopback_is_a_problem_between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "own_address", lambda environment: "10.0.0.1")
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from gradsync.comm import mpi, shm
+from gradsync.comm.interfaces import leads_to_itself
 from gradsync.errors import ConfigError, MissingExtraError
 
 OF_ANY_THREAD = ("gloo", shm.NAME, mpi.NAME)
@@ -73,17 +74,13 @@ def _choose_for_cpu(on_one_host: bool) -> BackendChoice:
 def are_on_one_host(init_method: str | None, store: object) -> bool:
     """Whether it can be told, without asking them, that all ranks run on this host: the same on every rank."""
     if store is not None:
-        return _is_loopback(getattr(store, "host", ""))
+        return leads_to_itself(getattr(store, "host", ""))
     if init_method not in (None, "env://"):
-        return _is_loopback(urlsplit(init_method).hostname or "")
+        return leads_to_itself(urlsplit(init_method).hostname or "")
     world, local_world = os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
     if local_world is not None:
         return world == local_world
-    return _is_loopback(os.environ.get("MASTER_ADDR", ""))
-
-
-def _is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
+    return leads_to_itself(os.environ.get("MASTER_ADDR", ""))
 
 
 def _check_available(requested: str) -> None:

@@ -30,7 +30,12 @@ class Interface:
     @property
     def is_loopback(self) -> bool:
         """Whether it leads nowhere but to this host."""
-        return self.name == "lo" or all(address.startswith("127.") or address == "::1" for address in self.addresses)
+        return self.name == "lo" or all(map(leads_to_itself, self.addresses))
+
+
+def leads_to_itself(host: str) -> bool:
+    """Whether a name or an address is, on every host, that host itself."""
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def interfaces() -> list[Interface]:
@@ -88,7 +93,7 @@ def own_address(environment: Mapping[str, str]) -> str:
         return chosen.addresses[0]
     with contextlib.suppress(OSError):
         named = socket.gethostbyname(socket.gethostname())
-        if not named.startswith("127.") and named in {a for each in interfaces() for a in each.addresses}:
+        if not leads_to_itself(named) and named in {a for each in interfaces() for a in each.addresses}:
             return named
     outward = [each for each in interfaces() if each.is_up and not each.is_loopback]
     return _outgoing_address() or (outward[0].addresses[0] if outward else LOOPBACK)
@@ -99,7 +104,7 @@ def _outgoing_address() -> str | None:
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))
         address = str(probe.getsockname()[0])
-        return None if address.startswith("127.") else address
+        return None if leads_to_itself(address) else address
     return None
 
 

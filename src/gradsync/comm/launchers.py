@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
+from gradsync.comm.interfaces import leads_to_itself
 from gradsync.errors import ConfigError
 
 _DYNAMIC_PORTS = range(20_000, 32_000)  # below those that Linux hands out to clients by itself
@@ -80,7 +81,7 @@ def _torchrun(environment: Mapping[str, str]) -> Placement | None:
         return None
     rank, world = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
     address, port = _master(environment)
-    is_one_host = address is None or address == "localhost" or address.startswith("127.")
+    is_one_host = address is None or leads_to_itself(address)
     local = _number(environment, "LOCAL_RANK", rank if is_one_host else 0)
     num_local = _number(environment, "LOCAL_WORLD_SIZE", world if is_one_host else 1)
     return Placement("torchrun", rank, world, local, num_local, address, port)

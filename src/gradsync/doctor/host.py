@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from gradsync import __version__
 from gradsync.comm import mpi, shm
-from gradsync.comm.interfaces import check_choices, chosen_interface, describe, interfaces, own_address
+from gradsync.comm.interfaces import check_choices, chosen_interface, describe, interfaces, leads_to_itself, own_address
 from gradsync.doctor.findings import Finding, note, ok, problem
 from gradsync.errors import ConfigError
 
@@ -35,8 +35,9 @@ class Setting:
 
     @property
     def is_on_several_hosts(self) -> bool:
-        """Whether some ranks are elsewhere."""
-        return self.local_world_size < self.world_size
+        """Whether some ranks are elsewhere: not if they meet at an address that leads nowhere else."""
+        meets_here = leads_to_itself(self.environment.get("MASTER_ADDR", ""))
+        return self.local_world_size < self.world_size and not meets_here
 
 
 def examine_host(setting: Setting) -> list[Finding]:
@@ -167,7 +168,7 @@ def _interfaces(setting: Setting) -> list[Finding]:
     text = f"{socket.gethostname()} advertises {address}; it has {describe(found)}"
     if not setting.is_on_several_hosts:
         return [ok("interfaces", text)]
-    if address.startswith("127."):
+    if leads_to_itself(address):
         remedy = "other hosts can't reach that: GLOO_SOCKET_IFNAME=the interface that leads to them"
         return [problem("interfaces", text, remedy)]
     chosen = chosen_interface(setting.environment)
@@ -188,7 +189,7 @@ def _name(setting: Setting) -> list[Finding]:
         address = socket.gethostbyname(name)
     except OSError:
         return [problem("name", f"the name {name} resolves to nothing, so gloo advertises no address of it", remedy)]
-    if address.startswith("127."):
+    if leads_to_itself(address):
         return [problem("name", f"the name {name} resolves to {address}, which gloo would advertise", remedy)]
     return [ok("name", f"{name} resolves to {address}")]
 

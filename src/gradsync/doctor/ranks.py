@@ -165,7 +165,7 @@ def _alike(by_rank: list[list[Finding]]) -> list[Finding]:
 def _try_groups(store: Any, rank: int, world: int, setting: Setting, limit: timedelta) -> list[Finding]:
     device = torch.device("cpu")
     backends = {"gloo": device}
-    if not setting.is_on_several_hosts and shm.is_available() is None:
+    if setting.local_world_size == setting.world_size and shm.is_available() is None:
         backends["shm"] = device
     place = adopt(os.environ)
     if place is not None and choose_backend("auto", place.launcher, "cpu").name == mpi.NAME:
