@@ -6,7 +6,6 @@ Shapes: B batch, T tokens so far, V vocabulary, K tokens kept by top-k.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -14,19 +13,13 @@ from torch import Tensor
 
 from gradsync.errors import ConfigError, NonFiniteError
 from gradsync.model.gpt2 import GPT2Config
+from gradsync.model.mode import HasMode, in_evaluation
 
 
-class Sampled(Protocol):
+class Sampled(HasMode, Protocol):
     """What sampling needs of a model; ``GPT2`` has it."""
 
     config: GPT2Config
-
-    @property
-    def training(self) -> bool:
-        """Whether it is in training mode."""
-
-    def train(self, mode: bool = True) -> object:
-        """Change the mode."""
 
     def next_token_logits(self, tokens: Tensor) -> Tensor:
         """Return logits (B, V) of the token after ``tokens`` (B, T)."""
@@ -80,7 +73,7 @@ def _stream(
     for _ in range(num_new_tokens):
         tokens = tokens[:, -context:]
         # Per step and not around the loop: the caller may train between two tokens.
-        with _evaluating(model):
+        with in_evaluation(model):
             logits = model.next_token_logits(tokens)
         token = _pick(logits.float(), temperature, top_k, generator)
         if stop_token is not None:
@@ -106,16 +99,6 @@ def _pick(logits: Tensor, temperature: float, top_k: int | None, generator: torc
     probabilities = torch.softmax((kept - kept[:, :1]) / temperature, dim=-1)
     choice = torch.multinomial(probabilities, 1, generator=generator)
     return ids.gather(1, choice).squeeze(1)
-
-
-@contextmanager
-def _evaluating(model: Sampled) -> Iterator[None]:
-    was_training = model.training
-    model.train(False)
-    try:
-        yield
-    finally:
-        model.train(was_training)
 
 
 def _check_arguments(tokens: Tensor, num_new_tokens: int, temperature: float, top_k: int | None) -> None:

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from gradsync.data.tokenizer import Tokenizer
 from gradsync.errors import ConfigError, DataError
+from gradsync.model.gpt2 import IGNORED_TARGET
+from gradsync.model.mode import in_evaluation
 from gradsync.parallel.replica import Replica
-from gradsync.train.evaluate import IGNORED_TARGET, in_evaluation
 from gradsync.train.ranks import Ranks
 
 

@@ -4,18 +4,16 @@ Works on the bare model, so it runs no collective of the engine and recompiles n
 it together, and one of them counts.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from gradsync.model.gpt2 import IGNORED_TARGET
+from gradsync.model.mode import in_evaluation
 from gradsync.parallel.replica import Replica
 from gradsync.train.ranks import Ranks
-
-IGNORED_TARGET = -1
 
 
 @dataclass(frozen=True)
@@ -41,23 +39,3 @@ def evaluate(
     ranks.start_sum(totals)()
     loss_sum, tokens = totals.tolist()
     return Evaluation(loss_sum / tokens, int(tokens))
-
-
-class _HasMode(Protocol):
-    @property
-    def training(self) -> bool:
-        """Whether it is in training mode."""
-
-    def train(self, mode: bool = True) -> object:
-        """Change the mode."""
-
-
-@contextmanager
-def in_evaluation(model: _HasMode) -> Iterator[None]:
-    """Have the model in evaluation mode, and afterwards in the mode it was in."""
-    was_training = model.training
-    model.train(False)
-    try:
-        yield
-    finally:
-        model.train(was_training)

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from gradsync.model.mode import in_evaluation
 from gradsync.parallel.replica import Replica
-from gradsync.train.evaluate import in_evaluation
 from gradsync.train.ranks import Ranks
 
 
