@@ -356,14 +356,22 @@ class Reducer(Planned, ReducerSurface):
         self.pass_done()
 
     def _launch_rest(self, state: RankState) -> None:
+        """Launch what is left; should that raise, what is missing leaves as abandoned: the others wait for it."""
+        try:
+            self._launch_remaining(state)
+        except BaseException:
+            if state is not RankState.ABANDONED:
+                self.abandon_backward()
+            raise
+
+    def _launch_remaining(self, state: RankState) -> None:
         self.timeline.local_ends()
         self._put_converted_aside()
         self._put_carried_aside(self.plan.sparse)
         self.finite_check.look(self.plan.sparse, [self.parameters[i] for i in self.plan.sparse])
-        for bucket in self.buckets[self._cursor : -1]:
-            self._launch(bucket)
-        self._cursor = len(self.buckets)
-        self._is_complete = True
+        while self._cursor < len(self.buckets) - 1:
+            self._launch(self.buckets[self._cursor])
+            self._cursor += 1
         last = self.buckets[-1] if self.buckets else None
         if last is not None:
             self._collect(last)
@@ -377,6 +385,7 @@ class Reducer(Planned, ReducerSurface):
             assert self._words is not None
             self._write_words(self._words.numpy(), state)
             self._words_work = self.groups.sum_words(self._words)
+        self._is_complete = True
         self.gradient_weight = 0.0
 
     def _put_converted_aside(self) -> None:
@@ -440,6 +449,7 @@ class Reducer(Planned, ReducerSurface):
                 self._learn(joined)
             self.timeline.pass_ends(tuple(slot.local_times for slot in words.slots))
         except (ContractError, NonFiniteError):
+            self._drop_gradients()
             raise
         except BaseException as error:
             self.fail(error)
@@ -484,18 +494,14 @@ class Reducer(Planned, ReducerSurface):
                 planned = list(zip(self.names, self.parameters, strict=True))
                 raise_other_change(planned if self._change is None else self._change, self.control_group)
         except ContractError as error:
-            self._drop_gradients()
             raise self.groups.waits.cause_of(error) from None
         check_same_pass(words.slots, self.rank)
-        try:
-            self.replica_check.check(words.slots, self.num_passes, self.names, self.parameters, self.control_group)
-            check_finite(words.slots, self.rank, self.num_passes, self.names, self.bucket_of)
-        except (ContractError, NonFiniteError):
-            self._drop_gradients()
-            raise
+        self.replica_check.check(words.slots, self.num_passes, self.names, self.parameters, self.control_group)
+        check_finite(words.slots, self.rank, self.num_passes, self.names, self.bucket_of)
 
     def _drop_gradients(self) -> None:
-        for parameter in self.parameters:
+        """Leave no gradient of this pass, also on parameters that it does not know yet."""
+        for parameter in (*self.parameters, *(p for _, p in self._change or ())):
             parameter.grad = None
         self.carried.forget()
         self.touched = bytearray(len(self.parameters))
@@ -616,6 +622,8 @@ class Reducer(Planned, ReducerSurface):
 
     def reset_after_failure(self) -> None:
         """Forget a failure and everything learned; to be called on all ranks, on a group that still works."""
+        if self.failure is not None:
+            self._drop_gradients()  # some were on their way, and are lost
         self.failure = None
         self.groups.waits.forget()
         self._pass = None
@@ -668,6 +676,7 @@ class Reducer(Planned, ReducerSurface):
         """
         if self.failure is None and self._is_open and not self._is_complete:
             self._read_written()
+            self.carried.forget()
             self._prepare_first_pass()
             self._launch_rest(RankState.ABANDONED)
             self._drop_gradients()
