@@ -20,6 +20,7 @@ import torch
 
 from gradsync.ddp.control import NO_WORDS, Words
 from gradsync.ddp.plan import BucketPlan, ParameterSpec
+from gradsync.ddp.reduced import mark_reduced
 
 _LARGE_BYTES = 256 * 1024
 """Of a gradient for which a pass through memory takes longer than a call."""
@@ -261,6 +262,7 @@ class Bucket:
         views = [view_at(whole, offset, spec) for offset, spec in zip(plan.offsets, self._specs, strict=True)]
         words = whole[plan.numel :].numpy() if self._tail_numel else NO_WORDS
         buffer = FlatBuffer(whole, whole[: plan.numel], words, views)
+        mark_reduced(views)
         buffer.remember_idle_counts()
         return buffer
 

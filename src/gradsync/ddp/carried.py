@@ -6,52 +6,68 @@ part alone, and the end of the next pass adds the sum again.
 
 [Note: In the user's hands] Without synchronisation the user sees ``param.grad`` while its sum is aside. If he clears
 it, the sum is cleared, too. What another change would mean for the sum nobody can know, so that is an error.
+
+[Note: Raised in between] A backward without synchronisation may raise after a sum was put aside and before anything
+came on top of it. Autograd then drops the callback that waits for the end of that backward, which puts the sum back.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+from torch.autograd import Variable
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gradsync.errors import ContractError
 
 
 @dataclass
 class _Aside:
+    parameter: weakref.ref[torch.Tensor]
     total: torch.Tensor
+    task: int
+    """The backward that it was put aside in, if that is one that may raise without anybody noticing; else -1."""
     left: Callable[[], torch.Tensor | None] | None = None
     """The gradient on top, as the last contribution outside of a pass has left it; None while backward is at work."""
     version: int = 0
 
 
+_aside: "WeakIdKeyDictionary" = WeakIdKeyDictionary()
+"""By parameter; one for all wrappers, since a parameter may pass from one to another meanwhile."""
+_watched: dict[int, weakref.ref["_EndOfBackward"]] = {}
+
+
 class CarriedSums:
-    """The sums that one rank has put aside, by parameter."""
+    """The sums that are aside, in the hands of one wrapper's reducer on this rank."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._aside: dict[int, _Aside] = {}
 
     def __bool__(self) -> bool:
         """Whether there is any."""
-        return bool(self._aside)
+        return len(_aside) > 0
 
-    def put_aside(self, parameter: torch.Tensor) -> None:
-        """Take a parameter's gradient, which is a sum over all ranks, off it."""
+    def put_aside(self, parameter: torch.Tensor, is_watched: bool = False) -> None:
+        """Take a parameter's gradient, which is a sum over all ranks, off it.
+
+        ``is_watched``: it comes back if the running backward raises; see [Note: Raised in between].
+        """
         assert parameter.grad is not None
-        self._aside[id(parameter)] = _Aside(parameter.grad)
+        task = torch._C._current_graph_task_id() if is_watched else -1
+        if task != -1:
+            _watch(task)
+        _aside[parameter] = _Aside(weakref.ref(parameter), parameter.grad, task)
         parameter.grad = None
 
     def take(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return the sum that was put aside for this parameter, if any; it is the caller's from now on."""
-        aside = self._aside.pop(id(parameter), None)
+        aside: _Aside | None = _aside.pop(parameter, None)  # type: ignore[no-untyped-call]
         return None if aside is None else aside.total
 
     def leave(self, parameter: torch.Tensor) -> None:
         """Take note of a gradient that is the user's until the next backward."""
-        aside = self._aside.get(id(parameter))
-        if aside is not None and parameter.grad is not None:
-            aside.left, aside.version = weakref.ref(parameter.grad), parameter.grad._version
+        _leave(_aside.get(parameter), parameter)  # type: ignore[no-untyped-call]
 
     def review(self, parameter: torch.Tensor, name: str) -> None:
         """See what the user has done with a gradient meanwhile; see [Note: In the user's hands].
@@ -59,7 +75,7 @@ class CarriedSums:
         Raises:
             ContractError: he has changed it.
         """
-        aside = self._aside.get(id(parameter))
+        aside: _Aside | None = _aside.get(parameter)  # type: ignore[no-untyped-call]
         if aside is None or aside.left is None:
             return
         grad = parameter.grad
@@ -73,11 +89,45 @@ class CarriedSums:
                 f"already reduced, and what that part should be now is not known; change gradients after a backward "
                 f"that synchronises, or after sync_gradients(), or clear them"
             )
-        del self._aside[id(parameter)]
+        del _aside[parameter]
 
-    def forget(self) -> None:
-        """Forget all sums: the gradients on top of them are worth nothing."""
-        self._aside.clear()
+    def forget(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Forget the sums of these parameters: the gradients on top of them are worth nothing."""
+        for parameter in parameters:
+            _aside.pop(parameter, None)  # type: ignore[no-untyped-call]
+
+
+def _leave(aside: _Aside | None, parameter: torch.Tensor) -> None:
+    if aside is not None and parameter.grad is not None:
+        aside.left, aside.version = weakref.ref(parameter.grad), parameter.grad._version
+
+
+class _EndOfBackward:
+    """A callback that autograd holds until a backward is over, or has raised."""
+
+    def __call__(self) -> None:
+        """Do nothing: what counts is that it is gone afterwards."""
+
+
+def _watch(task: int) -> None:
+    if task not in _watched:
+        end = _EndOfBackward()
+        Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
+        _watched[task] = weakref.ref(end, lambda _: _put_back(task))
+
+
+def _put_back(task: int) -> None:
+    """Put back the sums that this backward has put aside without adding anything on top."""
+    _watched.pop(task, None)
+    for aside in list(_aside.values()):  # type: ignore[no-untyped-call]
+        parameter = aside.parameter()
+        if parameter is None or aside.task != task or aside.left is not None:
+            continue
+        if parameter.grad is None:
+            parameter.grad = aside.total
+            del _aside[parameter]
+        else:
+            _leave(aside, parameter)  # what was to run after the contribution has raised
 
 
 @torch.no_grad()

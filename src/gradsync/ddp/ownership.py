@@ -18,20 +18,28 @@ class Owner(Protocol):
     def review_ownership(self) -> None:
         """Take note that parameters were taken away or given back."""
 
+    def unsynchronized_ids(self) -> set[int]:
+        """Return the ids of the parameters with gradients that have not been reduced yet."""
+
 
 _claims: "WeakIdKeyDictionary" = WeakIdKeyDictionary()
 """By parameter: everyone who synchronises it (weak references), the latest last."""
 
 
-def claim(owner: Owner, parameters: Iterable[torch.Tensor]) -> None:
-    """Make ``owner`` the one who synchronises these parameters; those who did so until now are told."""
+def claim(owner: Owner, parameters: Iterable[torch.Tensor]) -> set[int]:
+    """Make ``owner`` the one who synchronises these parameters; those who did so until now are told.
+
+    Returns the ids of those with gradients that have not been reduced yet, as far as the others know.
+    """
     parameters = list(parameters)
     rivals = [other for other in _owners(parameters) if other is not owner]
+    unsynchronized: set[int] = set().union(*(rival.unsynchronized_ids() for rival in rivals))
     for parameter in parameters:
         _claims[parameter] = [*(r for r in _living(parameter) if r() is not owner), weakref.ref(owner)]
     if rivals:
         weakref.finalize(owner, _review, [weakref.ref(rival) for rival in rivals]).atexit = False
         _review([weakref.ref(rival) for rival in rivals])
+    return unsynchronized.intersection(map(id, parameters))
 
 
 def owns(owner: Owner, parameter: torch.Tensor) -> bool:

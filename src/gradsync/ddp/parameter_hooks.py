@@ -25,7 +25,7 @@ class GradientReceiver(Protocol):
     def carry(self, index: int) -> None:
         """A contribution is about to be accumulated."""
 
-    def carry_retired(self, parameter: torch.Tensor) -> None:
+    def carry_unplanned(self, parameter: torch.Tensor) -> None:
         """A contribution to a parameter without an index is about to be accumulated."""
 
     @property
@@ -68,7 +68,7 @@ class ParameterHooks:
         def before(_: torch.Tensor) -> None:
             alive, parameter = receiver(), itself()
             if alive is not None and parameter is not None:
-                alive.carry_retired(parameter)
+                alive.carry_unplanned(parameter)
 
         def after(parameter: torch.Tensor) -> None:
             alive = receiver()

@@ -6,7 +6,7 @@ runs is told in ``reducer``.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from gradsync.ddp.ownership import claim, owns
 from gradsync.ddp.parameter_hooks import ParameterHooks
 from gradsync.ddp.plan import Plan, default_caps, make_plan, parameter_spec
 from gradsync.ddp.readiness import Readiness
+from gradsync.ddp.reduced import is_reduced
 from gradsync.ddp.settings import Reduction, Settings
 from gradsync.ddp.sharding import Sharding
 from gradsync.ddp.tuning import ReadyTimes
@@ -34,6 +35,7 @@ class Planned:
     """The parameters of one module and the buckets of their gradients; see the module's docstring."""
 
     synchronizes: bool
+    gradient_weight: float
 
     def __init__(self, watch: ModuleWatch, groups: EngineGroups, settings: Settings, is_attached: bool = True) -> None:
         self.watch = watch
@@ -45,12 +47,12 @@ class Planned:
         self.hook: HookedCollective | None = None
         self.sharding: Sharding | None = None
         self.parameters: list[nn.Parameter] = []
+        self.parameter_ids: frozenset[int] = frozenset()
         self.is_spread = False
         """Whether the parameters lie on several devices."""
         self.buckets: list[Bucket] = []
-        self.sparse_results: dict[int, torch.Tensor] = {}
-        self.retired_results: list[tuple[nn.Parameter, torch.Tensor]] = []
-        """Parameters that are planned no more but still hold what a pass left there, with that gradient."""
+        self.strays: dict[int, nn.Parameter] = {}
+        """Parameters, by id, that a backward without synchronisation may have reached before they were planned."""
         self.carried = CarriedSums(self.rank)
         self.touched = bytearray()
         """For each parameter, whether anything was accumulated since it was last synchronised."""
@@ -60,8 +62,8 @@ class Planned:
         """When gradients arrive, while that is measured."""
         self.is_order_agreed = False
         """Whether the ranks have agreed on the order of gradients for these parameters."""
-        claim(self, [p for _, p in watch.trainable()])
-        self._install(self._owned())
+        unsynchronized = claim(self, [p for _, p in watch.trainable()])
+        self._install(self._owned(), unsynchronized=unsynchronized)
 
     @property
     def group(self) -> Group:
@@ -85,27 +87,35 @@ class Planned:
         """Raise if a pass failed; complete one whose backward raised."""
         raise NotImplementedError
 
-    def _install(self, named: list[NamedParameter], new_results: Mapping[int, torch.Tensor] | None = None) -> None:
+    def _install(
+        self,
+        named: list[NamedParameter],
+        new_results: Mapping[int, torch.Tensor] | None = None,
+        unsynchronized: Collection[int] = (),
+    ) -> None:
         """Take these parameters as the ones to synchronise, and plan their buckets anew.
 
-        ``new_results`` are gradients, by the parameter's id, that were reduced outside of the buckets.
+        ``new_results`` are gradients, by the parameter's id, that were reduced outside of the buckets;
+        ``unsynchronized`` the ids of others that hold a gradient of this rank alone.
         """
         if self.sharding is not None:
             self.sharding.check_members(named)
-        touched_before = {id(p) for p, t in zip(self.parameters, self.touched, strict=True) if t}
+        touched = self.unsynchronized_ids().union(unsynchronized)
         results = {**self._results(), **(new_results or {})}
-        sparse_results = {id(self.parameters[index]): grad for index, grad in self.sparse_results.items()}
-        self._retire(named, results, sparse_results)
+        for parameter in [p for _, p in named if id(p) not in {*results, *touched, *self.parameter_ids}]:
+            grad = local_grad(parameter)  # of a pass of another wrapper, or from before it was frozen
+            if grad is not None and is_reduced(grad) and not self.carries_sums:
+                touched.add(id(parameter))  # there may be something on top, and a mean of equal values is the value
+            elif grad is not None and is_reduced(grad):
+                results[id(parameter)] = grad
+        self.strays = {}
         self.names = [name for name, _ in named]
         self.parameters = [p for _, p in named]
         self.parameter_ids = frozenset(map(id, self.parameters))
         sparse = self.watch.sparse_names()
         self.specs = [parameter_spec(name, local_tensor(p), name in sparse) for name, p in named]
         self.is_spread = len({spec.device for spec in self.specs}) > 1
-        self.touched = bytearray(id(p) in touched_before for p in self.parameters)
-        self.sparse_results = {
-            index: sparse_results[id(p)] for index, p in enumerate(self.parameters) if id(p) in sparse_results
-        }
+        self.touched = bytearray(id(p) in touched for p in self.parameters)
         self.watch.accept()
         self._register_hooks()
         self.readiness = Readiness(len(named))
@@ -113,37 +123,33 @@ class Planned:
         self.is_order_agreed = False
         self._use_plan(self._plan_for(reversed(range(len(named)))), results)
 
-    def _retire(
-        self,
-        named: Sequence[NamedParameter],
-        results: Mapping[int, torch.Tensor],
-        sparse_results: Mapping[int, torch.Tensor],
-    ) -> None:
-        planned = {id(p) for _, p in named}
-        known = {**results, **sparse_results}
-        leaving = [(p, known[id(p)]) for p in self.parameters if id(p) in known]
-        self.retired_results = [
-            (p, grad) for p, grad in (*self.retired_results, *leaving) if id(p) not in planned and local_grad(p) is grad
-        ]
+    def unsynchronized_ids(self) -> set[int]:
+        """Return the ids of the parameters that something was accumulated on since they were last synchronised."""
+        return {id(p) for p, is_touched in zip(self.parameters, self.touched, strict=True) if is_touched}
 
     @property
     def carries_sums(self) -> bool:
         """Whether a gradient that a pass has left must be kept apart from what is added to it; see ``carried``."""
         return self.settings.reduction is not Reduction.MEAN and self.sharding is None
 
-    def watch_returning(self) -> None:
-        """Watch parameters that are trained again, but will be planned with the next pass only."""
-        if not self.retired_results or not self.carries_sums or self._is_detached:
-            return
-        for parameter, _ in self.retired_results:
-            if parameter.requires_grad:
-                self._hooks.register_unplanned(parameter)
+    def watch_unplanned(self) -> None:
+        """Watch parameters that are trained, but will be planned with the next pass only.
 
-    def carry_retired(self, parameter: torch.Tensor) -> None:
+        All of them, also those that this rank does not reach: the others have to know as well.
+        """
+        if self._is_detached or not self.watch.has_changed():
+            return
+        for _, parameter in self._owned():
+            if id(parameter) not in self.parameter_ids and id(parameter) not in self.strays:
+                self.strays[id(parameter)] = parameter
+                if self.carries_sums:
+                    self._hooks.register_unplanned(parameter)
+
+    def carry_unplanned(self, parameter: torch.Tensor, is_watched: bool = True) -> None:
         """As ``carry``, for a parameter that is not planned."""
         self.carried.review(parameter, f"the unfrozen parameter of shape {tuple(parameter.shape)}")
-        if any(p is parameter and local_grad(p) is result for p, result in self.retired_results):
-            self.carried.put_aside(parameter)
+        if is_reduced(local_grad(parameter)):
+            self.carried.put_aside(parameter, is_watched)
 
     def _plan_for(self, order: Iterable[int]) -> Plan:
         slicing = None if self.sharding is None else self.sharding.slicing
@@ -156,8 +162,11 @@ class Planned:
     def review_ownership(self) -> None:
         """Plan anew if another wrapper has taken some of the parameters over, or has given them back."""
         owned = self._owned()
-        if [id(p) for _, p in owned] != [id(p) for p in self.parameters]:
-            self._install(owned)
+        if [id(p) for _, p in owned] == [id(p) for p in self.parameters]:
+            return
+        # What another wrapper knew of gradients has gone with it.
+        grads = {id(p): local_grad(p) for _, p in owned if id(p) not in self.parameter_ids}
+        self._install(owned, unsynchronized=[key for key, g in grads.items() if g is not None and not is_reduced(g)])
 
     def _results(self) -> dict[int, torch.Tensor]:
         """Return the gradients that are the result of a pass, by the parameter's id."""
@@ -168,7 +177,7 @@ class Planned:
         number = self.bucket_of[index]
         if number < 0:
             grad = self.parameters[index].grad
-            return grad is not None and self.sparse_results.get(index) is grad
+            return is_reduced(grad)
         return self.buckets[number].holds_result(index)
 
     def _use_plan(self, plan: Plan, results: dict[int, torch.Tensor]) -> None:
@@ -221,14 +230,10 @@ class Planned:
         self._is_detached = False
         self._register_hooks()
 
-    def inherit(self, other: "Planned") -> None:
-        """Remember which gradients another reducer of the same module has left unsynchronised."""
-        touched = {id(p) for p, is_touched in zip(other.parameters, other.touched, strict=True) if is_touched}
-        self.touched = bytearray(id(p) in touched for p in self.parameters)
-        for bucket in self.buckets:
-            bucket.adopt(other._results())
-        self.carried = other.carried
+    def succeed(self, other: "Planned") -> None:
+        """Go on where another reducer of the same module is; what it knew of gradients was taken over with them."""
         self.synchronizes = other.synchronizes
+        self.gradient_weight = other.gradient_weight
 
     def use_hook(self, hook: HookedCollective) -> None:
         """Let a communication hook do the collectives of the buckets from now on."""
@@ -238,8 +243,28 @@ class Planned:
     def use_sharding(self, sharding: Sharding) -> None:
         """Leave on each rank only its slices of the reduced gradients from now on; collective."""
         self.settle()
-        results = self._results()
+        touched = self.unsynchronized_ids()
+        results = {key: grad for key, grad in self._results().items() if key not in touched}
+        local = self._lift_carried(results)
         self.sharding = sharding
         self._register_hooks()
         order = [index for bucket in self.plan.buckets for index in bucket.indices]
         self._use_plan(self._plan_for(order), results)
+        for parameter, grad in local:
+            assert parameter.grad is not None
+            parameter.grad.add_(grad)
+
+    def _lift_carried(self, results: dict[int, torch.Tensor]) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Move sums that are aside to ``results``, and return what this rank has added on top of them.
+
+        Slices and what is on top of them are apart in any case.
+        """
+        local = []
+        for index, parameter in enumerate(self.parameters if self.carried else ()):
+            self.carried.review(parameter, self.names[index])
+            total = self.carried.take(parameter)
+            if total is not None:
+                results[id(parameter)] = total
+                if parameter.grad is not None:
+                    local.append((parameter, parameter.grad))
+        return local

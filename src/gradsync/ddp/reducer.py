@@ -73,7 +73,7 @@ from gradsync.ddp.control import (
 from gradsync.ddp.end_of_backward import Attendance, attend
 from gradsync.ddp.engine_groups import EngineGroups
 from gradsync.ddp.finite_check import FiniteCheck, check_finite
-from gradsync.ddp.ownership import claim
+from gradsync.ddp.ownership import claim, owns
 from gradsync.ddp.plan import make_plan
 from gradsync.ddp.planned import Planned
 from gradsync.ddp.reducer_surface import ReducerSurface
@@ -110,9 +110,12 @@ class Reducer(Planned, ReducerSurface):
         """Held while a pass is opened; see [Note: Several devices]."""
         self._is_open = False
         self._is_complete = False
+        self._unsynchronized_task = -1
         self._forward_thread = threading.get_ident()
         self._graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()
         self._change: list[NamedParameter] | None = None
+        self._passing: list[NamedParameter] = []
+        """Parameters that are frozen again, but hold what a backward without synchronisation has left there."""
         self._converted: dict[int, torch.Tensor | None] = {}
         self._begin_s = self._backward_s = 0.0
         super().__init__(watch, groups, settings, is_attached)
@@ -174,6 +177,7 @@ class Reducer(Planned, ReducerSurface):
         self.num_backwards += 1
         if not self.synchronizes:
             self.timeline.gradient_unsynced()
+            self._look_for_unplanned()
             return False
         self.settle()
         refuse_compiled_autograd(self.rank)
@@ -182,6 +186,12 @@ class Reducer(Planned, ReducerSurface):
         self._hooks.write_down(self._not_waited_for())
         self._begin_s = time.perf_counter()
         return True
+
+    def _look_for_unplanned(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._unsynchronized_task:  # else asked already: this runs with every gradient
+            self._unsynchronized_task = task
+            self.watch_unplanned()
 
     def _begin_once(self) -> bool:
         """Start a pass unless another thread has done so meanwhile; returns whether there is one."""
@@ -199,9 +209,11 @@ class Reducer(Planned, ReducerSurface):
     def _open_pass(self) -> None:
         self.groups.waits.enter("backward", self.num_passes)
         awaited = self.readiness.num_awaited(self.plan)
-        if self.watch.has_changed():
-            self._change = self._owned()
-            self._carry_retired()
+        has_changed = self.watch.has_changed()
+        self._passing = [(name, p) for name, p in self._owned_strays() if not p.requires_grad]
+        if has_changed or self._passing:
+            self._change = [*self._owned(), *self._passing]
+            self._carry_unplanned()
             awaited = [
                 waiting + 1 for waiting in awaited
             ]  # which parameters the plan still fits is sorted out at the end
@@ -298,20 +310,25 @@ class Reducer(Planned, ReducerSurface):
             if self.touched[index]:
                 self.carried.review(self.parameters[index], self.names[index])
             else:
-                self.carry(index)
+                self.carry(index, is_watched=False)
 
-    def carry(self, index: int) -> None:
+    def carry(self, index: int, is_watched: bool = True) -> None:
         """Before anything is added to a gradient that is already a sum over all ranks, put that sum aside."""
         parameter = self.parameters[index]
         self.carried.review(parameter, self.names[index])
         if parameter.grad is not None and self.holds_result(index):
-            self.carried.put_aside(parameter)
+            self.carried.put_aside(parameter, is_watched and not self._in_pass)
 
-    def _carry_retired(self) -> None:
+    def _carry_unplanned(self) -> None:
         """Put aside the sums over all ranks that parameters have kept while they were not planned."""
-        for parameter, _ in self.retired_results if self.carries_sums else ():
-            if parameter.requires_grad:
-                self.carry_retired(parameter)
+        if self.carries_sums:
+            for parameter in [p for _, p in self._change or () if id(p) not in self.parameter_ids]:
+                self.carry_unplanned(parameter, is_watched=False)
+
+    def _owned_strays(self) -> list[NamedParameter]:
+        if not self.strays:
+            return []
+        return [(name, p) for name, p in self.watch.all_parameters() if id(p) in self.strays and owns(self, p)]
 
     def _read_written(self) -> None:
         """Take note of the contributions that nothing was waiting for, which the hooks have only written down."""
@@ -392,9 +409,10 @@ class Reducer(Planned, ReducerSurface):
         """Keep gradients out of the buckets whose parameter has got another dtype or shape; see ``_take_change``."""
         if self._change is None:
             return
-        for parameter, spec in zip(self.parameters, self.specs, strict=True):
+        for index, (parameter, spec) in enumerate(zip(self.parameters, self.specs, strict=True)):
             local = local_tensor(parameter)
             if local.dtype != spec.dtype or tuple(local.shape) != spec.shape:
+                self._put_carried_aside([index])
                 self._converted[id(parameter)] = parameter.grad
                 parameter.grad = None
 
@@ -501,9 +519,10 @@ class Reducer(Planned, ReducerSurface):
 
     def _drop_gradients(self) -> None:
         """Leave no gradient of this pass, also on parameters that it does not know yet."""
-        for parameter in (*self.parameters, *(p for _, p in self._change or ())):
+        parameters = [*self.parameters, *(p for _, p in self._change or ())]
+        for parameter in parameters:
             parameter.grad = None
-        self.carried.forget()
+        self.carried.forget(parameters)
         self.touched = bytearray(len(self.parameters))
 
     def _add_late(self, words: ControlWords) -> None:
@@ -555,6 +574,8 @@ class Reducer(Planned, ReducerSurface):
         all_used = words.num_used_least > 0
         for bucket in self.buckets:
             for index in bucket.plan.indices if self.carried else ():
+                if id(self.parameters[index]) in self._converted:
+                    continue  # it goes with the newcomers
                 carried = self.carried.take(self.parameters[index])
                 if carried is None:
                     continue
@@ -604,14 +625,15 @@ class Reducer(Planned, ReducerSurface):
                 parameter.grad = self._converted[id(parameter)]
         known = {id(p) for p in self.parameters if id(p) not in self._converted}
         newcomers = [(name, p) for name, p in self._change if id(p) not in known]
-        claim(self, [p for _, p in newcomers])
+        passing = {id(p) for _, p in self._passing}
+        claim(self, [p for _, p in newcomers if id(p) not in passing])
         assert self.last_words is not None
         parameters = [p for _, p in newcomers]
         aside = {} if self.sharding is None else self.sharding.put_aside(parameters)
         results = reduce_newcomers(self, newcomers, self.last_words)
         if self.sharding is not None:
             self.sharding.put_back(parameters, aside, results)
-        self._install(self._change, results)
+        self._install([(name, p) for name, p in self._change if id(p) not in passing], results)
 
     def fail(self, error: BaseException) -> None:
         """Run no further collective; see [Note: Failure]."""
@@ -676,7 +698,7 @@ class Reducer(Planned, ReducerSurface):
         """
         if self.failure is None and self._is_open and not self._is_complete:
             self._read_written()
-            self.carried.forget()
+            self.carried.forget([*self.parameters, *(p for _, p in self._change or ())])
             self._prepare_first_pass()
             self._launch_rest(RankState.ABANDONED)
             self._drop_gradients()

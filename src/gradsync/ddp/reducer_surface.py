@@ -20,7 +20,8 @@ class ReducerSurface:
     def prepare_for_backward(self, outputs: Iterable[torch.Tensor]) -> None:
         """Watch these tensors, from which a backward may start that is to be synchronised."""
         reducer = cast("Reducer", self)
-        reducer.watch_returning()
+        if not reducer.synchronizes:
+            reducer.watch_unplanned()
         for tensor in outputs:
             if tensor.requires_grad and not tensor.is_leaf:
                 reducer.watch_output(tensor)

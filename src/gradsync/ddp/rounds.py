@@ -14,6 +14,7 @@ from gradsync.comm.waits import wait_for
 from gradsync.ddp.bucket import Bucket, local_tensor
 from gradsync.ddp.control import ControlWords
 from gradsync.ddp.plan import default_caps, make_plan, parameter_spec
+from gradsync.ddp.reduced import mark_reduced
 from gradsync.ddp.replicas import verify
 
 if TYPE_CHECKING:
@@ -57,9 +58,9 @@ def _add_carried(reducer: "Reducer", bucket: Bucket, has_grad: torch.Tensor) -> 
     for index, parameter in zip(bucket.plan.indices, bucket.parameters, strict=True):
         carried = reducer.carried.take(parameter)
         if carried is not None and has_grad[index] > 0:
-            bucket.view_of(index).add_(carried)
+            bucket.view_of(index).add_(local_tensor(carried))
         elif carried is not None:
-            bucket.keep(index, carried)
+            bucket.keep(index, carried.to_dense() if carried.is_sparse else carried)
 
 
 def reduce_sparse(reducer: "Reducer", words: ControlWords) -> None:
@@ -86,8 +87,10 @@ def reduce_sparse(reducer: "Reducer", words: ControlWords) -> None:
             parameter.grad = _gather_sparse(reducer.group, parameter, grad, lengths, factor)
         carried = reducer.carried.take(parameter)
         if carried is not None:
-            parameter.grad = parameter.grad + carried
-        reducer.sparse_results[index] = parameter.grad
+            # a dense one comes first: torch adds nothing dense to a sparse tensor
+            pair = (parameter.grad, carried) if carried.is_sparse else (carried, parameter.grad)
+            parameter.grad = pair[0] + pair[1]
+        mark_reduced([parameter.grad])
 
 
 def _exchange_kinds(group: Group, grad: torch.Tensor | None) -> tuple[list[int], list[int]]:

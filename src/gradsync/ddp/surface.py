@@ -251,7 +251,7 @@ class TorchSurface(TorchDDP):
         reducer.detach()
         self.process_group = new_process_group
         self._ddp._connect()
-        self.reducer.inherit(reducer)
+        self.reducer.succeed(reducer)
         if reducer.hook is not None and reducer.hook.divides:
             self._reduce_with(reducer.hook.state, reducer.hook.hook)
         self._ddp._comm_hooks, self._in_backward.fused = hooks, fused
