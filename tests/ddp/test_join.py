@@ -268,3 +268,41 @@ def _switched_off(rank: int, world: int) -> str:
 
 def test_join_can_be_switched_off(ranks: RankPool) -> None:
     assert_equal_replicas(ranks(_switched_off))
+
+
+def _two_passes_a_step(rank: int, world: int, reduction: str, divides_by_all: bool) -> list[float] | None:
+    """Rank 0 has no batch at all; the others' gradient of a first pass stays what it was in the second."""
+    ddp = DistributedDataParallel(nn.Linear(2, 2, bias=False), reduction=reduction)
+    with ddp.join(divide_by_initial_world_size=divides_by_all):
+        for value in (1.0, 10.0) if rank else ():
+            ddp(torch.full((1, 2), value)).sum().backward()
+            with ddp.no_sync():
+                ddp(torch.full((1, 2), value)).sum().backward()
+        if rank:
+            ddp(torch.full((1, 2), 100.0)).sum().backward()
+    return ddp.module.weight.grad.flatten().tolist() if rank else None
+
+
+@pytest.mark.parametrize(
+    ("reduction", "divides_by_all", "expected"), [("sum", True, 122), ("mean", True, 61), ("mean", False, 122)]
+)
+def test_what_was_reduced_stays_beside_a_rank_that_has_joined(
+    ranks: RankPool, reduction: str, divides_by_all: bool, expected: float
+) -> None:
+    assert ranks(_two_passes_a_step, reduction, divides_by_all) == [None, [expected] * 4]
+
+
+def _mean_with_something_on_top(rank: int, world: int) -> list[float]:
+    """A window that begins before the context and ends in it."""
+    ddp = DistributedDataParallel(nn.Linear(2, 2, bias=False))
+    ddp(torch.ones(1, 2)).sum().backward()
+    with ddp.no_sync():
+        ddp(torch.full((1, 2), 10.0 * (rank + 1))).sum().backward()
+    with ddp.join():
+        ddp(torch.full((1, 2), 100.0)).sum().backward()
+    result: list[float] = ddp.module.weight.grad.flatten().tolist()
+    return result
+
+
+def test_a_window_may_begin_before_the_context(ranks: RankPool) -> None:
+    assert ranks(_mean_with_something_on_top) == [[116.0] * 4] * 2

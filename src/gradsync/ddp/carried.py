@@ -2,7 +2,8 @@
 
 A mean of equal values is the value, so an average may stay where it is. With ``reduction="sum"`` and ``"weighted"`` the
 gradient that a pass has left is put aside before anything is added to it: ``param.grad`` begins anew with this rank's
-part alone, and the end of the next pass adds the sum again.
+part alone, and the end of the next pass adds the sum again. Inside ``join()`` that goes for averages, too: a rank
+without batches has no part in what the others still hold.
 
 [Note: In the user's hands] Without synchronisation the user sees ``param.grad`` while its sum is aside. If he clears
 it, the sum is cleared, too. What another change would mean for the sum nobody can know, so that is an error.
@@ -26,11 +27,11 @@ from gradsync.errors import ContractError
 class _Aside:
     parameter: weakref.ref[torch.Tensor]
     total: torch.Tensor
-    task: int
-    """The backward that it was put aside in, if that is one that may raise without anybody noticing; else -1."""
     left: Callable[[], torch.Tensor | None] | None = None
     """The gradient on top, as the last contribution outside of a pass has left it; None while backward is at work."""
     version: int = 0
+    task: int = -1
+    """The last backward that has added to the gradient on top, if it may raise without anybody else noticing."""
 
 
 _aside: "WeakIdKeyDictionary" = WeakIdKeyDictionary()
@@ -54,11 +55,18 @@ class CarriedSums:
         ``is_watched``: it comes back if the running backward raises; see [Note: Raised in between].
         """
         assert parameter.grad is not None
-        task = torch._C._current_graph_task_id() if is_watched else -1
-        if task != -1:
-            _watch(task)
-        _aside[parameter] = _Aside(weakref.ref(parameter), parameter.grad, task)
+        _aside[parameter] = _Aside(weakref.ref(parameter), parameter.grad)
         parameter.grad = None
+        if is_watched:
+            self.watch(parameter)
+
+    def watch(self, parameter: torch.Tensor) -> None:
+        """Look after the sum of this parameter, if it has one, when the running backward is over."""
+        aside: _Aside | None = _aside.get(parameter)  # type: ignore[no-untyped-call]
+        task = torch._C._current_graph_task_id()
+        if aside is not None and task != -1:
+            aside.task = task
+            _watch(task)
 
     def take(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return the sum that was put aside for this parameter, if any; it is the caller's from now on."""

@@ -295,6 +295,7 @@ class DistributedDataParallel(TorchSurface):
         source = 0
         if self._join_config.enable and self._is_active:
             Join.notify_join_context(self)
+            self.reducer.keep_apart()
             mine = Announcement(self.reducer.rank, self.reducer.synchronizes, sends_buffers)
             coming = announce(self, mine)
             self._look_at_window()

@@ -6,6 +6,7 @@ reduced once. The latest wrapper takes the parameter; when it is gone, the one b
 
 import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,6 +16,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 class Owner(Protocol):
     """What synchronises parameters."""
 
+    parameter_ids: frozenset[int]
+    """Those that it synchronises."""
+
+    @property
+    def keeper(self) -> object | None:
+        """What the user holds; None once that is gone, though a graph may keep the owner."""
+
     def review_ownership(self) -> None:
         """Take note that parameters were taken away or given back."""
 
@@ -22,24 +30,37 @@ class Owner(Protocol):
         """Return the ids of the parameters with gradients that have not been reduced yet."""
 
 
+@dataclass(frozen=True)
+class Known:
+    """Ids of parameters: those with gradients that have not been reduced yet, and those with hooks."""
+
+    unsynchronized: frozenset[int]
+    planned: frozenset[int]
+
+
 _claims: "WeakIdKeyDictionary" = WeakIdKeyDictionary()
 """By parameter: everyone who synchronises it (weak references), the latest last."""
 
 
-def claim(owner: Owner, parameters: Iterable[torch.Tensor]) -> set[int]:
+def claim(owner: Owner, parameters: Iterable[torch.Tensor]) -> Known:
     """Make ``owner`` the one who synchronises these parameters; those who did so until now are told.
 
-    Returns the ids of those with gradients that have not been reduced yet, as far as the others know.
+    Returns what the others know of them.
     """
     parameters = list(parameters)
-    rivals = [other for other in _owners(parameters) if other is not owner]
-    unsynchronized: set[int] = set().union(*(rival.unsynchronized_ids() for rival in rivals))
+    rivals = [other for other in _claimants(parameters) if other is not owner]
+    known = Known(
+        frozenset().union(*(rival.unsynchronized_ids() for rival in rivals)),
+        frozenset().union(*(rival.parameter_ids for rival in rivals)),
+    )
     for parameter in parameters:
-        _claims[parameter] = [*(r for r in _living(parameter) if r() is not owner), weakref.ref(owner)]
-    if rivals:
-        weakref.finalize(owner, _review, [weakref.ref(rival) for rival in rivals]).atexit = False
+        others = [r for r in _claims.get(parameter, []) if r() is not None and r() is not owner]  # type: ignore[no-untyped-call]
+        _claims[parameter] = [*others, weakref.ref(owner)]
+    if rivals and owner.keeper is not None:
+        told = [weakref.ref(each) for each in (owner, *rivals)]
+        weakref.finalize(owner.keeper, _review, told).atexit = False
         _review([weakref.ref(rival) for rival in rivals])
-    return unsynchronized.intersection(map(id, parameters))
+    return known
 
 
 def owns(owner: Owner, parameter: torch.Tensor) -> bool:
@@ -50,12 +71,13 @@ def owns(owner: Owner, parameter: torch.Tensor) -> bool:
 
 def _living(parameter: torch.Tensor) -> list["weakref.ref[Owner]"]:
     claims: list[weakref.ref[Owner]] = _claims.get(parameter, [])  # type: ignore[no-untyped-call]
-    return [reference for reference in claims if reference() is not None]
+    return [reference for reference in claims if (o := reference()) is not None and o.keeper is not None]
 
 
-def _owners(parameters: Iterable[torch.Tensor]) -> list[Owner]:
-    found = {id(o): o for p in parameters for reference in _living(p) if (o := reference()) is not None}
-    return list(found.values())
+def _claimants(parameters: Iterable[torch.Tensor]) -> list[Owner]:
+    """Return all that have claimed one of these parameters and exist, even if only a graph keeps them."""
+    claims = [reference for p in parameters for reference in _claims.get(p, [])]  # type: ignore[no-untyped-call]
+    return list({id(o): o for reference in claims if (o := reference()) is not None}.values())
 
 
 def _review(rivals: list["weakref.ref[Owner]"]) -> None:

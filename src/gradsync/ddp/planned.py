@@ -58,12 +58,14 @@ class Planned:
         """For each parameter, whether anything was accumulated since it was last synchronised."""
         self._hooks = ParameterHooks(self)
         self._is_detached = not is_attached
+        self._keeps_apart = False
         self.times: ReadyTimes | None = None
         """When gradients arrive, while that is measured."""
         self.is_order_agreed = False
         """Whether the ranks have agreed on the order of gradients for these parameters."""
-        unsynchronized = claim(self, [p for _, p in watch.trainable()])
-        self._install(self._owned(), unsynchronized=unsynchronized)
+        known = claim(self, [p for _, p in watch.all_parameters()])
+        self._install(self._owned(), unsynchronized=known.unsynchronized)
+        self._adopt_frozen(known.planned)
 
     @property
     def group(self) -> Group:
@@ -130,7 +132,14 @@ class Planned:
     @property
     def carries_sums(self) -> bool:
         """Whether a gradient that a pass has left must be kept apart from what is added to it; see ``carried``."""
-        return self.settings.reduction is not Reduction.MEAN and self.sharding is None
+        is_apart = self.settings.reduction is not Reduction.MEAN or self._keeps_apart
+        return is_apart and self.sharding is None
+
+    def keep_apart(self) -> None:
+        """From now on put means aside, too: a rank that has run out of batches does not have them to be averaged."""
+        if not self._keeps_apart:
+            self._keeps_apart = True
+            self._register_hooks()
 
     def watch_unplanned(self) -> None:
         """Watch parameters that are trained, but will be planned with the next pass only.
@@ -148,7 +157,10 @@ class Planned:
     def carry_unplanned(self, parameter: torch.Tensor, is_watched: bool = True) -> None:
         """As ``carry``, for a parameter that is not planned."""
         self.carried.review(parameter, f"the unfrozen parameter of shape {tuple(parameter.shape)}")
-        if is_reduced(local_grad(parameter)):
+        if is_watched:
+            self.carried.watch(parameter)
+        has_merged = self.settings.reduction is Reduction.MEAN and id(parameter) in self.strays
+        if is_reduced(local_grad(parameter)) and not has_merged:
             self.carried.put_aside(parameter, is_watched)
 
     def _plan_for(self, order: Iterable[int]) -> Plan:
@@ -159,14 +171,31 @@ class Planned:
         """Return the trainable parameters that no later wrapper has taken over."""
         return [(name, p) for name, p in self.watch.trainable() if owns(self, p)]
 
+    @property
+    def keeper(self) -> object | None:
+        """See ``Owner``."""
+        return self.watch.wrapper
+
     def review_ownership(self) -> None:
         """Plan anew if another wrapper has taken some of the parameters over, or has given them back."""
+        if self.keeper is None:
+            if not all(owns(self, p) for p in self.parameters):
+                self.detach()  # what is left of its graphs goes to the others
+            return
         owned = self._owned()
         if [id(p) for _, p in owned] == [id(p) for p in self.parameters]:
             return
         # What another wrapper knew of gradients has gone with it.
-        grads = {id(p): local_grad(p) for _, p in owned if id(p) not in self.parameter_ids}
-        self._install(owned, unsynchronized=[key for key, g in grads.items() if g is not None and not is_reduced(g)])
+        grads = {id(p): local_grad(p) for _, p in self.watch.all_parameters() if id(p) not in self.parameter_ids}
+        local = [key for key, g in grads.items() if g is not None and (not is_reduced(g) or not self.carries_sums)]
+        self._install(owned, unsynchronized=local)
+        self._adopt_frozen(local)
+
+    def _adopt_frozen(self, keys: Collection[int]) -> None:
+        """Let the next pass reduce what another wrapper's parameters had to be reduced when they were frozen."""
+        if self.world_size > 1:
+            strays = [p for _, p in self.watch.all_parameters() if id(p) in keys and not p.requires_grad]
+            self.strays.update((id(p), p) for p in strays)
 
     def _results(self) -> dict[int, torch.Tensor]:
         """Return the gradients that are the result of a pass, by the parameter's id."""
@@ -234,6 +263,8 @@ class Planned:
         """Go on where another reducer of the same module is; what it knew of gradients was taken over with them."""
         self.synchronizes = other.synchronizes
         self.gradient_weight = other.gradient_weight
+        if other._keeps_apart:
+            self.keep_apart()
 
     def use_hook(self, hook: HookedCollective) -> None:
         """Let a communication hook do the collectives of the buckets from now on."""

@@ -316,7 +316,10 @@ class Reducer(Planned, ReducerSurface):
         """Before anything is added to a gradient that is already a sum over all ranks, put that sum aside."""
         parameter = self.parameters[index]
         self.carried.review(parameter, self.names[index])
-        if parameter.grad is not None and self.holds_result(index):
+        if is_watched and not self._in_pass:
+            self.carried.watch(parameter)
+        # touched: a mean with something on top, from before means were kept apart
+        if parameter.grad is not None and self.holds_result(index) and not self.touched[index]:
             self.carried.put_aside(parameter, is_watched and not self._in_pass)
 
     def _carry_unplanned(self) -> None:

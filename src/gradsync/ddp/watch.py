@@ -25,6 +25,11 @@ class ModuleWatch:
         self.ignored = frozenset(ignored)
         self.accept()
 
+    @property
+    def wrapper(self) -> nn.Module | None:
+        """The wrapper; None once it is gone, though the graph of a forward may still be there."""
+        return self._wrapper()
+
     def accept(self) -> None:
         """Take today's structure as the one to compare with."""
         modules = self._named_modules()
