@@ -129,6 +129,53 @@ def _wrapped_for_a_while(rank: int, reduction: str, cap: float | None) -> Values
     return _gradients(first)
 
 
+def _wrapped_for_a_while_with_a_graph_left(rank: int, reduction: str, cap: float | None) -> Values:
+    """The last loss of the wrapper that is gone is still there."""
+    first = _wrapped(reduction, cap)
+    second = _wrapped(reduction, cap, first.module)
+    loss = second("abc", 1)
+    loss.backward()
+    _alone(second, "ab", rank)
+    del second
+    gc.collect()
+    third = _wrapped(reduction, cap, first.module)
+    del third
+    gc.collect()
+    _pass(first, "a", 100)
+    assert loss.requires_grad
+    return _gradients(first)
+
+
+def _frozen_and_wrapped_again(rank: int, reduction: str, cap: float | None) -> Values:
+    """Layer c is frozen when it is wrapped anew; b with something that is not reduced, through two wrappers."""
+    first = _wrapped(reduction, cap)
+    _pass(first, "abc", 1)
+    first.module.c.requires_grad_(False)
+    _alone(first, "ab", rank)
+    first.module.b.requires_grad_(False)
+    second = _wrapped(reduction, cap, first.module)
+    third = _wrapped(reduction, cap, first.module)
+    first.module.c.requires_grad_(True)
+    _pass(third, "ac", 100)
+    del second
+    return _gradients(third)
+
+
+def _raised_in_another_wrapper(rank: int, reduction: str, cap: float | None) -> Values:
+    """The sum was put aside by a first wrapper; a backward of the second raises, and all is cleared."""
+    first = _wrapped(reduction, cap)
+    _pass(first, "abc", 1)
+    _alone(first, "b", rank)
+    second = _wrapped(reduction, cap, first.module)
+    handle = second.module.b.weight.register_hook(_fail)
+    with pytest.raises(ZeroDivisionError):
+        _alone(second, "b", rank)
+    handle.remove()
+    second.zero_grad()
+    _pass(second, "abc", 100)
+    return _gradients(second)
+
+
 def _in_another_group(rank: int, reduction: str, cap: float | None) -> Values:
     ddp = _wrapped(reduction, cap)
     _pass(ddp, "abc", 1)
@@ -275,6 +322,9 @@ def _run(rank: int, world: int, scenario: Scenario, reduction: str, cap: float |
         (_replaced, [32, 202, 2]),
         (_wrapped_again, [232, 32, 2]),
         (_wrapped_for_a_while, [232, 32, 2]),
+        (_wrapped_for_a_while_with_a_graph_left, [232, 32, 2]),
+        (_frozen_and_wrapped_again, [232, 32, 202]),
+        (_raised_in_another_wrapper, [200, 200, 200]),
         (_in_another_group, [232, 32, 2]),
         (_sharded_in_between, [232, 32, 2]),
         (_sharded_and_frozen_again, [232, 30, 32]),

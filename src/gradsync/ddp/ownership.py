@@ -16,9 +16,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 class Owner(Protocol):
     """What synchronises parameters."""
 
-    parameter_ids: frozenset[int]
-    """Those that it synchronises."""
-
     @property
     def keeper(self) -> object | None:
         """What the user holds; None once that is gone, though a graph may keep the owner."""
@@ -29,13 +26,16 @@ class Owner(Protocol):
     def unsynchronized_ids(self) -> set[int]:
         """Return the ids of the parameters with gradients that have not been reduced yet."""
 
+    def reached_ids(self) -> set[int]:
+        """Return the ids of the parameters that could have such gradients; the same on all ranks."""
+
 
 @dataclass(frozen=True)
 class Known:
-    """Ids of parameters: those with gradients that have not been reduced yet, and those with hooks."""
+    """Ids of parameters: those with gradients that have not been reduced yet, and those that could have some."""
 
     unsynchronized: frozenset[int]
-    planned: frozenset[int]
+    reached: frozenset[int]
 
 
 _claims: "WeakIdKeyDictionary" = WeakIdKeyDictionary()
@@ -51,7 +51,7 @@ def claim(owner: Owner, parameters: Iterable[torch.Tensor]) -> Known:
     rivals = [other for other in _claimants(parameters) if other is not owner]
     known = Known(
         frozenset().union(*(rival.unsynchronized_ids() for rival in rivals)),
-        frozenset().union(*(rival.parameter_ids for rival in rivals)),
+        frozenset().union(*(rival.reached_ids() for rival in rivals)),
     )
     for parameter in parameters:
         others = [r for r in _claims.get(parameter, []) if r() is not None and r() is not owner]  # type: ignore[no-untyped-call]

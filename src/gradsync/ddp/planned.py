@@ -65,7 +65,7 @@ class Planned:
         """Whether the ranks have agreed on the order of gradients for these parameters."""
         known = claim(self, [p for _, p in watch.all_parameters()])
         self._install(self._owned(), unsynchronized=known.unsynchronized)
-        self._adopt_frozen(known.planned)
+        self._adopt_frozen(known.reached)
 
     @property
     def group(self) -> Group:
@@ -128,6 +128,10 @@ class Planned:
     def unsynchronized_ids(self) -> set[int]:
         """Return the ids of the parameters that something was accumulated on since they were last synchronised."""
         return {id(p) for p, is_touched in zip(self.parameters, self.touched, strict=True) if is_touched}
+
+    def reached_ids(self) -> set[int]:
+        """See ``Owner``."""
+        return {*self.parameter_ids, *self.strays}
 
     @property
     def carries_sums(self) -> bool:
