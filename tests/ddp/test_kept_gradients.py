@@ -161,6 +161,19 @@ def _frozen_and_wrapped_again(rank: int, reduction: str, cap: float | None) -> V
     return _gradients(third)
 
 
+def _trained_again_after_wrapping(rank: int, reduction: str, cap: float | None) -> Values:
+    first = _wrapped(reduction, cap)
+    _pass(first, "abc", 1)
+    _alone(first, "b", rank)
+    first.module.b.requires_grad_(False)
+    second = _wrapped(reduction, cap, first.module)
+    second.module.b.requires_grad_(True)
+    _alone(second, "ab", rank)
+    second.module.b.requires_grad_(False)
+    _pass(second, "a", 100)
+    return _gradients(second)
+
+
 def _raised_in_another_wrapper(rank: int, reduction: str, cap: float | None) -> Values:
     """The sum was put aside by a first wrapper; a backward of the second raises, and all is cleared."""
     first = _wrapped(reduction, cap)
@@ -324,6 +337,7 @@ def _run(rank: int, world: int, scenario: Scenario, reduction: str, cap: float |
         (_wrapped_for_a_while, [232, 32, 2]),
         (_wrapped_for_a_while_with_a_graph_left, [232, 32, 2]),
         (_frozen_and_wrapped_again, [232, 32, 202]),
+        (_trained_again_after_wrapping, [232, 62, 2]),
         (_raised_in_another_wrapper, [200, 200, 200]),
         (_in_another_group, [232, 32, 2]),
         (_sharded_in_between, [232, 32, 2]),

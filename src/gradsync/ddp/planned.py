@@ -153,7 +153,7 @@ class Planned:
         if self._is_detached or not self.watch.has_changed():
             return
         for _, parameter in self._owned():
-            if id(parameter) not in self.parameter_ids and id(parameter) not in self.strays:
+            if id(parameter) not in self.parameter_ids:
                 self.strays[id(parameter)] = parameter
                 if self.carries_sums:
                     self._hooks.register_unplanned(parameter)
