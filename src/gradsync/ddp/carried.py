@@ -47,7 +47,7 @@ class CarriedSums:
 
     def __bool__(self) -> bool:
         """Whether there is any."""
-        return len(_aside) > 0
+        return bool(_aside.data)
 
     def put_aside(self, parameter: torch.Tensor, is_watched: bool = False) -> None:
         """Take a parameter's gradient, which is a sum over all ranks, off it.
@@ -62,7 +62,7 @@ class CarriedSums:
 
     def watch(self, parameter: torch.Tensor) -> None:
         """Look after the sum of this parameter, if it has one, when the running backward is over."""
-        aside: _Aside | None = _aside.get(parameter)  # type: ignore[no-untyped-call]
+        aside = _aside_of(parameter)
         task = torch._C._current_graph_task_id()
         if aside is not None and task != -1:
             aside.task = task
@@ -75,7 +75,7 @@ class CarriedSums:
 
     def leave(self, parameter: torch.Tensor) -> None:
         """Take note of a gradient that is the user's until the next backward."""
-        _leave(_aside.get(parameter), parameter)  # type: ignore[no-untyped-call]
+        _leave(_aside_of(parameter), parameter)
 
     def review(self, parameter: torch.Tensor, name: str) -> None:
         """See what the user has done with a gradient meanwhile; see [Note: In the user's hands].
@@ -83,7 +83,7 @@ class CarriedSums:
         Raises:
             ContractError: he has changed it.
         """
-        aside: _Aside | None = _aside.get(parameter)  # type: ignore[no-untyped-call]
+        aside = _aside_of(parameter)
         if aside is None or aside.left is None:
             return
         grad = parameter.grad
@@ -103,6 +103,11 @@ class CarriedSums:
         """Forget the sums of these parameters: the gradients on top of them are worth nothing."""
         for parameter in parameters:
             _aside.pop(parameter, None)  # type: ignore[no-untyped-call]
+
+
+def _aside_of(parameter: torch.Tensor) -> _Aside | None:
+    """Asked for with every gradient, while mostly nothing is aside: then without a look into the dictionary."""
+    return _aside.get(parameter) if _aside.data else None  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _leave(aside: _Aside | None, parameter: torch.Tensor) -> None:
