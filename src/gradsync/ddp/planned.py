@@ -104,7 +104,8 @@ class Planned:
             self.sharding.check_members(named)
         touched = self.unsynchronized_ids().union(unsynchronized)
         results = {**self._results(), **(new_results or {})}
-        for parameter in [p for _, p in named if id(p) not in {*results, *touched, *self.parameter_ids}]:
+        known = {*results, *touched, *self.parameter_ids}
+        for parameter in [p for _, p in named if id(p) not in known]:
             grad = local_grad(parameter)  # of a pass of another wrapper, or from before it was frozen
             if grad is not None and is_reduced(grad) and not self.carries_sums:
                 touched.add(id(parameter))  # there may be something on top, and a mean of equal values is the value
@@ -209,8 +210,7 @@ class Planned:
         """Whether the parameter's gradient is what a pass left there, and all ranks have the same."""
         number = self.bucket_of[index]
         if number < 0:
-            grad = self.parameters[index].grad
-            return is_reduced(grad)
+            return is_reduced(self.parameters[index].grad)
         return self.buckets[number].holds_result(index)
 
     def _use_plan(self, plan: Plan, results: dict[int, torch.Tensor]) -> None:
