@@ -75,8 +75,12 @@ class Fault:
 
     @property
     def may_be_survived(self) -> bool:
-        """Whether a run may go on: a checkpoint that cannot be written is reported, and the next one is tried."""
-        return self.point == "saving" and self.kind in ("raise", "disk", "descriptors")
+        """Whether a run may go on: a checkpoint that cannot be written is reported, and the next one is tried.
+
+        Where descriptors run out while a checkpoint is being written beside the training, the file that is closed then
+        leaves room for the next one.
+        """
+        return self.kind == "descriptors" or (self.point == "saving" and self.kind in ("raise", "disk"))
 
     def __str__(self) -> str:
         which = f" {self.after}" if self.point == "saving" else ""
