@@ -25,7 +25,6 @@ from gradsync.errors import ContractError
 
 @dataclass
 class _Aside:
-    parameter: weakref.ref[torch.Tensor]
     total: torch.Tensor
     left: Callable[[], torch.Tensor | None] | None = None
     """The gradient on top, as the last contribution outside of a pass has left it; None while backward is at work."""
@@ -49,19 +48,17 @@ class CarriedSums:
         """Whether there is any."""
         return bool(_aside.data)
 
-    def put_aside(self, parameter: torch.Tensor, is_watched: bool = False) -> None:
-        """Take a parameter's gradient, which is a sum over all ranks, off it.
-
-        ``is_watched``: it comes back if the running backward raises; see [Note: Raised in between].
-        """
+    def put_aside(self, parameter: torch.Tensor) -> None:
+        """Take a parameter's gradient, which is a sum over all ranks, off it."""
         assert parameter.grad is not None
-        _aside[parameter] = _Aside(weakref.ref(parameter), parameter.grad)
+        _aside[parameter] = _Aside(parameter.grad)
         parameter.grad = None
-        if is_watched:
-            self.watch(parameter)
 
     def watch(self, parameter: torch.Tensor) -> None:
-        """Look after the sum of this parameter, if it has one, when the running backward is over."""
+        """Have the sum of this parameter, if it has one, back if the running backward raises.
+
+        See [Note: Raised in between].
+        """
         aside = _aside_of(parameter)
         task = torch._C._current_graph_task_id()
         if aside is not None and task != -1:
@@ -132,9 +129,8 @@ def _watch(task: int) -> None:
 def _put_back(task: int) -> None:
     """Put back the sums that this backward has put aside without adding anything on top."""
     _watched.pop(task, None)
-    for aside in list(_aside.values()):  # type: ignore[no-untyped-call]
-        parameter = aside.parameter()
-        if parameter is None or aside.task != task or aside.left is not None:
+    for parameter, aside in list(_aside.items()):  # type: ignore[no-untyped-call]
+        if aside.task != task or aside.left is not None:
             continue
         if parameter.grad is None:
             parameter.grad = aside.total

@@ -107,10 +107,12 @@ class Planned:
         known = {*results, *touched, *self.parameter_ids}
         for parameter in [p for _, p in named if id(p) not in known]:
             grad = local_grad(parameter)  # of a pass of another wrapper, or from before it was frozen
-            if grad is not None and is_reduced(grad) and not self.carries_sums:
-                touched.add(id(parameter))  # there may be something on top, and a mean of equal values is the value
-            elif grad is not None and is_reduced(grad):
+            if grad is None or not is_reduced(grad):
+                continue
+            if self.carries_sums:
                 results[id(parameter)] = grad
+            else:
+                touched.add(id(parameter))  # there may be something on top, and a mean of equal values is the value
         self.strays = {}
         self.names = [name for name, _ in named]
         self.parameters = [p for _, p in named]
@@ -162,11 +164,11 @@ class Planned:
     def carry_unplanned(self, parameter: torch.Tensor, is_watched: bool = True) -> None:
         """As ``carry``, for a parameter that is not planned."""
         self.carried.review(parameter, f"the unfrozen parameter of shape {tuple(parameter.shape)}")
-        if is_watched:
-            self.carried.watch(parameter)
         has_merged = self.settings.reduction is Reduction.MEAN and id(parameter) in self.strays
         if is_reduced(local_grad(parameter)) and not has_merged:
-            self.carried.put_aside(parameter, is_watched)
+            self.carried.put_aside(parameter)
+        if is_watched:
+            self.carried.watch(parameter)
 
     def _plan_for(self, order: Iterable[int]) -> Plan:
         slicing = None if self.sharding is None else self.sharding.slicing

@@ -46,6 +46,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from gradsync.comm.groups import broadcast_tensors
 from gradsync.ddp.agreement import (
@@ -316,11 +317,11 @@ class Reducer(Planned, ReducerSurface):
         """Before anything is added to a gradient that is already a sum over all ranks, put that sum aside."""
         parameter = self.parameters[index]
         self.carried.review(parameter, self.names[index])
-        if is_watched and not self._in_pass:
-            self.carried.watch(parameter)
         # touched: a mean with something on top, from before means were kept apart
         if parameter.grad is not None and self.holds_result(index) and not self.touched[index]:
-            self.carried.put_aside(parameter, is_watched and not self._in_pass)
+            self.carried.put_aside(parameter)
+        if is_watched and not self._in_pass:
+            self.carried.watch(parameter)
 
     def _carry_unplanned(self) -> None:
         """Put aside the sums over all ranks that parameters have kept while they were not planned."""
@@ -522,11 +523,13 @@ class Reducer(Planned, ReducerSurface):
 
     def _drop_gradients(self) -> None:
         """Leave no gradient of this pass, also on parameters that it does not know yet."""
-        parameters = [*self.parameters, *(p for _, p in self._change or ())]
-        for parameter in parameters:
+        for parameter in self._planned_and_new():
             parameter.grad = None
-        self.carried.forget(parameters)
+        self.carried.forget(self._planned_and_new())
         self.touched = bytearray(len(self.parameters))
+
+    def _planned_and_new(self) -> list[nn.Parameter]:
+        return [*self.parameters, *(p for _, p in self._change or ())]
 
     def _add_late(self, words: ControlWords) -> None:
         late = words.late_anywhere
@@ -701,7 +704,7 @@ class Reducer(Planned, ReducerSurface):
         """
         if self.failure is None and self._is_open and not self._is_complete:
             self._read_written()
-            self.carried.forget([*self.parameters, *(p for _, p in self._change or ())])
+            self.carried.forget(self._planned_and_new())
             self._prepare_first_pass()
             self._launch_rest(RankState.ABANDONED)
             self._drop_gradients()
